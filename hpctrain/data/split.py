@@ -21,6 +21,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -136,9 +137,10 @@ class File:
 
     def read_ahead(self, offset: int, size: int) -> None:
         """Ask the kernel for bytes that are read soon, without waiting for them."""
-        for start in range(offset, offset + size, READ_AHEAD):
-            part = min(READ_AHEAD, offset + size - start)
-            os.posix_fadvise(self.descriptor, start, part, os.POSIX_FADV_WILLNEED)
+        with suppress(OSError):  # of a file system that cannot do it
+            for start in range(offset, offset + size, READ_AHEAD):
+                part = min(READ_AHEAD, offset + size - start)
+                os.posix_fadvise(self.descriptor, start, part, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the file."""
