@@ -32,6 +32,7 @@ def digits(tmp_path_factory):
     """The pack of the digits."""
     folder = tmp_path_factory.mktemp("digits")
     assert command_line(["pack", "digits", "--cache-dir", str(folder)]) == 0
+    assert command_line(["pack", "digits", "--cache-dir", f"{folder}/digits.h5"]) == 2
     return folder / "digits.h5"
 
 

@@ -119,6 +119,8 @@ def test_a_file_is_replaced_only_if_it_is_a_pack_and_overwrite_is_given(folder, 
     assert "--overwrite" in refusal(folder, output)
     assert "not a pack" in refusal(folder, output, overwrite=True)
     assert output.read_text() == "precious"
+    h5py.File(output, "w").close()  # of another program
+    assert "not a pack" in refusal(folder, output, overwrite=True)
     output.unlink()
     for _ in range(2):
         make_pack(folder, output, overwrite=True)
