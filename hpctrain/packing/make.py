@@ -339,7 +339,7 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     headers = np.zeros((count, 3), np.int64)  # width, height, whether there is colour; 0 = not read
     if not (size and channels):
         for start, stop in pairwise((0, min(FIRST_IMAGES, count), count)):
-            found = _read(source, np.arange(start, stop), run, read_each, probe, (0, 0, 0))
+            found = [*_read(source, np.arange(start, stop), run, read_each, probe, (0, 0, 0))]
             headers[start:stop] = np.reshape(found, (-1, 3))
             if size and headers[:, 2].any():
                 break
@@ -374,25 +374,24 @@ def find_equal_files(source: Source, run: Run) -> None:
     Only files of equal size are hashed (in a .zip, of equal CRC-32, too): all their bytes.
     """
     if source.kind == "folder":
-        keys = np.array(_read(source, np.arange(len(source)), run, read_sizes))
+        sizes = _read(source, np.arange(len(source)), run, read_sizes)
+        keys = np.fromiter(sizes, np.int64, len(source))
     else:
         keys = source.places[:, 1] << 32 | source.places[:, 4]
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    first: dict[bytes, int] = {}
-    for row, digest in zip(
-        rows.tolist(), _read(source, rows, run, read_each, sha256, b""), strict=True
-    ):
-        if digest:
-            source.duplicate_of[row] = first.setdefault(digest, row)
+    digests = np.fromiter(_read(source, rows, run, read_each, sha256, b""), "S32", len(rows))
+    rows, digests = rows[digests != b""], digests[digests != b""]
+    _, first, numbers = np.unique(digests, return_index=True, return_inverse=True)
+    source.duplicate_of[rows] = rows[first][numbers]
 
 
 def _read(
     source: Source, rows: np.ndarray, run: Run, function: Callable[..., list[Any]], *options: Any
-) -> list[Any]:
-    """Return what a function of slices returns for these images."""
+) -> Iterator[Any]:
+    """Yield what a function of ranges returns for these images."""
     parts = (
         rows[start : start + IMAGES_PER_TASK] for start in range(0, len(rows), IMAGES_PER_TASK)
     )
     tasks = ((source.ranges(part), *options) for part in parts)
-    return [*chain.from_iterable(run("reading", function, tasks, len(rows)))]
+    return chain.from_iterable(run("reading", function, tasks, len(rows)))
