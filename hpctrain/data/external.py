@@ -58,7 +58,7 @@ class External(NamedTuple):
     max_value: float | None = None  # that images are divided by; None = 65,535 for uint16, else 1
 
 
-class Source(NamedTuple):
+class LabeledImages(NamedTuple):
     """The images and labels of a file, or of one of its splits."""
 
     path: str  # of the file with the images
@@ -130,7 +130,7 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
 
 def inspect(
     file: h5py.File, images: str, labels: str, layout: str | None, sizes: dict[str, int]
-) -> Source:
+) -> LabeledImages:
     """Find and check the images and labels of a file; add the sizes of its files to `sizes`.
 
     Raises Unusable.
@@ -142,7 +142,7 @@ def inspect(
     layout = _choose_layout(data, layout, _is_matlab(data.file.filename))
     path, stored = os.path.abspath(data.file.filename), locate(data, sizes)
     data = find_dataset(file, labels)
-    return Source(path, stored, layout, data.name, _read_labels(data, stored))
+    return LabeledImages(path, stored, layout, data.name, _read_labels(data, stored))
 
 
 def find_splits(path: str, file: h5py.File, how: External) -> dict[str, tuple[str, str]]:
@@ -266,7 +266,7 @@ def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
 
 
 def draw(
-    source: Source,
+    source: LabeledImages,
     labels: np.ndarray,
     classes: Sequence[str],
     shares: Shares,
@@ -324,7 +324,7 @@ def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -
 
 
 def _identified(
-    pack: Pack, found: dict[str, Source], values: np.ndarray, max_value: float | None
+    pack: Pack, found: dict[str, LabeledImages], values: np.ndarray, max_value: float | None
 ) -> Pack:
     """Return the pack with its UUID, which depends on the content, not on the path.
 
@@ -343,7 +343,7 @@ def _identified(
     return replace(pack, uuid=str(identity), splits=splits)
 
 
-def _probe(pack: Pack, source: Source, max_value: float | None) -> int:
+def _probe(pack: Pack, source: LabeledImages, max_value: float | None) -> int:
     """Return the CRC-32 of some images of the file, which every rank compares (`Split.probe`).
 
     Raises UsageError if their values are wrong.
