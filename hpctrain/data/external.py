@@ -180,8 +180,8 @@ def _check_type(data: h5py.Dataset) -> None:
     is_own = h5py.h5t.py_create(data.dtype).equal(data.id.get_type())
     if str(data.dtype) not in TYPES or not (is_own or data.dtype.itemsize == 1):
         raise Unusable(
-            f"the images {data.name} are {data.dtype}{'' if is_own else ' in HDF5 only'}, which is"
-            f" not read: only {', '.join(TYPES)}, little endian"
+            f"the images {data.name} are {'' if is_own else 'of a type that HDF5 converts to '}"
+            f"{data.dtype}, which is not read: only {', '.join(TYPES)}, little endian"
         )
 
 
@@ -226,7 +226,7 @@ def _read_labels(data: h5py.Dataset, images: Stored) -> np.ndarray:
     if not flat:
         is_hot = ((values == 1).sum(axis=1) == 1) & ((values != 0).sum(axis=1) == 1)
         if len(wrong := np.flatnonzero(~is_hot)):
-            raise Unusable(f"the labels {name} are not one-hot: row {wrong[0]} is not one 1")
+            raise Unusable(f"the labels {name} are not one-hot: row {wrong[0]} is not a single 1")
         values = values.argmax(axis=1)
     values = values.reshape(-1)
     if values.dtype.kind == "f":
