@@ -58,7 +58,7 @@ def _make(name: str, path: Path) -> Path:
     return make_pack(PackConfig(name, cache_dir=str(path.parent), jobs=1, overwrite=True))
 
 
-def cached(cache_dir: str, name: str) -> Path:
+def cache_path(cache_dir: str, name: str) -> Path:
     """Return the path of a file in `cache_dir`, which is made if needed. Raises UsageError."""
     try:
         Path(cache_dir).mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def fetch_flowers(cache_dir: str) -> Path:
 
     Raises RunError if it cannot be downloaded or written, or is not the published one.
     """
-    path = cached(cache_dir, "flower_photos.tgz")
+    path = cache_path(cache_dir, "flower_photos.tgz")
     if path.exists():
         return path
     from torch.hub import download_url_to_file

@@ -37,7 +37,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.files import check_room, remove_left_behind, whole_file, write_at
 from hpctrain.packing import report
 from hpctrain.packing.assign import assign_rows
-from hpctrain.packing.builtin import BUILT_IN, cached, fetch_flowers
+from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
 from hpctrain.packing.pool import Run, start_workers
 from hpctrain.packing.sources import FileRange, RangeReader, Source, open_source
 from hpctrain.packing.write import PackWriter, channel_sums, write_pack, writing
@@ -204,7 +204,7 @@ def output_path(config: PackConfig) -> Path:
     if config.output:
         path = Path(config.output)
     elif config.source in BUILT_IN:
-        path = cached(config.cache_dir, f"{config.source}.h5")
+        path = cache_path(config.cache_dir, f"{config.source}.h5")
     else:
         name = Path(config.source).resolve().name
         path = Path(re.sub(r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$", "", name) + ".h5")
@@ -213,7 +213,10 @@ def output_path(config: PackConfig) -> Path:
     if path.exists() and not config.overwrite:
         raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
     if path.exists() and not is_pack(path):
-        raise UsageError(f"--output {path} is not a pack: --overwrite replaces nothing else")
+        raise UsageError(
+            f"--output {path} is not a pack, or a damaged one: --overwrite does not replace it;"
+            " remove it first"
+        )
     if not path.parent.is_dir():
         raise UsageError(f"--output {path}: there is no folder {path.parent}")
     return path

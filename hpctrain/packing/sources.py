@@ -47,8 +47,10 @@ from hpctrain.data.pack import ALIASES, SPLITS
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, listed
 
-NAMED = "|".join(f"(?P<{split}>{'|'.join(names)})" for split, names in ALIASES.items())
-SPLIT_FOLDER = re.compile(f"(?:{NAMED})(?:[-_ ]?(?:data|set|split|images|imgs))?", re.IGNORECASE)
+SPLIT_NAME = "|".join(f"(?P<{split}>{'|'.join(names)})" for split, names in ALIASES.items())
+SPLIT_FOLDER = re.compile(
+    f"(?:{SPLIT_NAME})(?:[-_ ]?(?:data|set|split|images|imgs))?", re.IGNORECASE
+)
 HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 NO_SPLIT = NO_GROUP = -1
 MAX_LISTED = 5  # folders that an error message names
