@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hpctrain.data.images import Crop
 
 IOV_MAX = 1024  # most buffers of one preadv(2)
-READ_AHEAD = 128 << 10  # bytes, of one request: the kernel drops most of a longer one
+READ_AHEAD = 128 << 10  # bytes of one request; Linux may read only so much of a longer one
 MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
 GATHER_ROWS = 1 << 16  # rows gathered at a time: their Python lists take 40 bytes per row
 PIECE_ROWS = 1 << 20  # labels that are read at a time from a whole split
@@ -201,6 +201,7 @@ class Split:
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
         self._threads: ThreadPoolExecutor | None = None  # that decode
         self._slabs: Slabs | None = None
+        self._held = range(0)  # samples whose numbers are in memory
         self._ahead = False  # whether `gather` asks the kernel for images before it reads them
         info = self.info
         self._file = File(info.path, pack.sizes[info.path])
@@ -289,6 +290,8 @@ class Split:
         The kernel is asked to read their images, too: at once if they take 1 GiB at most, else
         those of every call of `gather` when they are first read.
         """
+        if samples == self._held:
+            return
         images, size = self.info.images, len(samples) * self.info.images.row_bytes
         if images.offset is not None and not self._offsets:
             self._ahead = size > MOST_AHEAD or self.info.rows is not None
@@ -299,6 +302,7 @@ class Split:
             self._crc32.hold(samples)
         if self._offsets:
             self._offsets.hold(range(samples.start, samples.stop + 1))
+        self._held = samples
 
     @property
     def stored_bytes(self) -> int:
