@@ -85,12 +85,21 @@ def find_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     node: Any = file
     for part in filter(None, name.split("/")):
         found = node.get(part) if isinstance(node, h5py.Group) else None
+        if found is None and isinstance(node, h5py.Group) and part in [*node]:
+            raise Unusable(f"{name}: {part} is a link, to {_target(node, part)}, which is missing")
         if found is None:
             raise Unusable(f"there is no dataset {name}{_members(node)}")
         node = found
     if not isinstance(node, h5py.Dataset):
         raise Unusable(f"{name or repr(name)} is not a dataset{_members(node)}")
     return node
+
+
+def _target(group: h5py.Group, name: str) -> str:
+    """Return what a link points at."""
+    value = group.id.links.get_val(name.encode())
+    parts = value[::-1] if isinstance(value, tuple) else (value,)  # of another file, or of this one
+    return " of ".join(map(os.fsdecode, parts))
 
 
 def _members(node: h5py.HLObject) -> str:

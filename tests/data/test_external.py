@@ -214,6 +214,11 @@ def test_a_file_of_links_joins_images_and_labels_in_files_of_their_own(tmp_path)
     pack = read(tmp_path / "p.h5", "{split}/x", "{split}/y")
     for name, rows in zip(SPLITS, parts.values(), strict=True):
         assert as_set(*contents(pack, name)) == as_set(IMAGES[rows], LABELS[rows])
+    for missing in ("p_valid_x.h5", "p_train_y.h5"):
+        os.rename(tmp_path / missing, tmp_path / "gone")
+        with pytest.raises(hp.UsageError, match=f"is a link, to . of {missing}, which is missing"):
+            read(tmp_path / "p.h5", "{split}/x", "{split}/y")
+        os.rename(tmp_path / "gone", tmp_path / missing)
 
 
 def test_links_within_the_file_are_followed(tmp_path):
