@@ -150,9 +150,11 @@ def find_splits(path: str, file: h5py.File, how: External) -> dict[str, tuple[st
 
     Raises UsageError if there are no images of train.
     """
+    from hpctrain.data.hdf5 import has_name
+
     found: dict[str, tuple[str, str]] = {}
     for split, aliases in ALIASES.items():
-        names = [alias for alias in aliases if how.images.replace("{split}", alias) in file]
+        names = [alias for alias in aliases if has_name(file, how.images.replace("{split}", alias))]
         if len(names) > 1:
             raise UsageError(f"{path}: {' and '.join(names)} are both {split}: rename one")
         for name in names:

@@ -95,6 +95,13 @@ def find_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     return node
 
 
+def has_name(file: h5py.File, name: str) -> bool:
+    """Whether the file has this path, or a link on the way there points at nothing."""
+    parts = name.strip("/").split("/")
+    ways = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return name in file or any(way in file and file.get(way) is None for way in ways)
+
+
 def _target(group: h5py.Group, name: str) -> str:
     """Return what a link points at."""
     value = group.id.links.get_val(name.encode())

@@ -219,6 +219,11 @@ def test_a_file_of_links_joins_images_and_labels_in_files_of_their_own(tmp_path)
         with pytest.raises(hp.UsageError, match=f"is a link, to . of {missing}, which is missing"):
             read(tmp_path / "p.h5", "{split}/x", "{split}/y")
         os.rename(tmp_path / "gone", tmp_path / missing)
+    with h5py.File(tmp_path / "p.h5", "r+") as file:
+        del file["test"]
+        file["test"] = h5py.ExternalLink("none.h5", "/")
+    with pytest.raises(hp.UsageError, match=r"test is a link, to / of none.h5, which is missing"):
+        read(tmp_path / "p.h5", "{split}/x", "{split}/y")
 
 
 def test_links_within_the_file_are_followed(tmp_path):
