@@ -87,7 +87,7 @@ setup(
         "numpy>=2.0",
         "pillow>=10.3",
         "rich>=13.7",
-        "safetensors>=0.4.3",
+        "safetensors>=0.7",
         "torch>=2.10",  # older ones execute code from crafted files even under weights_only
     ],
     extras_require=EXTRAS,

@@ -13,7 +13,7 @@ import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ POINTS = {  # phase -> function; the fault may happen before each call of it
     "step": "hpctrain.parallel.batchnorm:BatchNorms.merge",
     "evaluation": "hpctrain.inference.tasks:Classification.evaluate",
     "evaluate": "hpctrain.inference.tasks:Classification.evaluate",
-    "writing": "hpctrain.training.checkpoint:content",  # after it has yielded the header
+    "writing": "hpctrain.models.weights:whole_file",  # a checkpoint has been begun
     "rename": "os:replace",  # of a checkpoint
     "finalize": "hpctrain.parallel.mpi:MPI.Finalize",
 }
@@ -65,11 +65,12 @@ def arm(phase: str) -> None:
             strike()
         return original(*arguments, **named)
 
-    def struck_within(*arguments: Any) -> Any:
-        for number, part in enumerate(original(*arguments)):
-            if number == 1:
+    @contextlib.contextmanager
+    def struck_within(path: Path, *arguments: Any, **named: Any) -> Iterator[Any]:
+        with original(path, *arguments, **named) as file:
+            if "checkpoints" in str(path):
                 strike()
-            yield part
+            yield file
 
     if phase == "finalize":  # functions of mpi4py's MPI cannot be replaced
         mpi, owner = pkgutil.resolve_name("hpctrain.parallel.mpi"), _Copy(owner)

@@ -25,11 +25,11 @@ from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import place
 from hpctrain.plan import Plan
-from hpctrain.report.find import SWEEP_FILE, best_run, propose_run
+from hpctrain.report.find import SWEEP_FILE, best_file, best_run, best_steps, propose_run
 from hpctrain.text import say
 from hpctrain.typed import typed
 
-FILE, BEST = "model.safetensors", "best.safetensors"
+FILE = "model.safetensors"
 
 
 def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> dict[str, Any]:
@@ -94,14 +94,14 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
         if best:
             continue
         if path.is_dir():
-            files = [path / name for name in (FILE, BEST) if (path / name).is_file()]
-            if not files:
+            if (path / FILE).is_file():
+                return path / FILE
+            if not (better := best_steps(path)):
                 raise UsageError(
                     f"{path} holds no {FILE}: the run has not ended; its command continues it"
                 )
-            if files[0].name == BEST:
-                say(f"{path} has not ended: its best network so far", sys.stderr)
-            return files[0]
+            say(f"{path} has not ended: its best network so far", sys.stderr)
+            return best_file(path, better[-1])
         if path.is_file():
             return path
     if best:

@@ -15,7 +15,6 @@ from hpctrain.models.weights import (
     load_weights,
     read_model,
     save_model,
-    save_tensors,
     snapshot,
 )
 
@@ -33,6 +32,5 @@ __all__ = [
     "own_input",
     "read_model",
     "save_model",
-    "save_tensors",
     "snapshot",
 ]

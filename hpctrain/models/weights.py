@@ -1,38 +1,33 @@
-"""Weights and other tensors as safetensors files: 8-byte header length, JSON header, raw values.
+"""Tensors and what is known of them as safetensors files: networks and checkpoints.
 
 Reading the format executes no code (https://github.com/huggingface/safetensors). Its own library
-reads the files. They are written here, as a stream: the library's writer refuses tensors that are
-not contiguous and, if its process is killed, leaves temporary files behind. Complex numbers, which
-not every version of the library supports, are stored as pairs of real numbers; the metadata entry
-"hpctrain.complex" names such tensors.
+reads the files. They are written here, as a stream into a file of ours: the library's writer makes
+a temporary file of its own, with other permissions, that stays if the process is killed.
 
-A file of weights holds all parameters and buffers, contiguous in torch's order, and two metadata
-entries: "hpctrain", a JSON object with what the caller needs to build the model again, and
-"hpctrain.sha256", the SHA-256 of the file that would be written without this entry: it covers
-names, types, shapes, values and the metadata. Files of other programs lack both entries.
+A file has two metadata entries: "hpctrain", a JSON object, and "hpctrain.sha256", a SHA-256 of that
+text and of name, type, shape and values of each tensor, sorted by name. A file of weights holds all
+parameters and buffers, contiguous in torch's order, and in the JSON object what the caller needs to
+build the model again. Files of other programs lack both entries.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.text import listed
-from hpctrain.typed import parse_json
+from hpctrain.typed import parse_json, typed
 
 ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
-ORDER = "tensors"  # key in the entry: names of the tensors in the order of the model
-COMPLEX = "hpctrain.complex"
 TYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -49,14 +44,18 @@ TYPES = {
     torch.bfloat16: "BF16",
     torch.float32: "F32",
     torch.float64: "F64",
+    torch.complex64: "C64",
 }
-REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+class CorruptFile(UsageError):
+    """A file that is not what was written, or none of this format."""
 
 
 def check_type(name: str, value: Any) -> None:
     """Raise UsageError unless it is a dense tensor of a type that files can hold."""
     dense = isinstance(value, Tensor) and value.layout is torch.strided
-    if not dense or value.dtype not in {*TYPES, *REAL}:
+    if not dense or value.dtype not in TYPES:
         raise UsageError(f"{name} is no dense tensor of a type that weight files can hold")
 
 
@@ -67,49 +66,78 @@ def as_bytes(tensor: Tensor) -> Tensor:
     )
 
 
-def content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    """Yield the bytes of a file of these tensors, piece by piece.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, Any], point: str = ""
+) -> str:
+    """Write a file of tensors and what is `known` of them (values for JSON), atomically.
 
-    Equal tensors and metadata give equal bytes in any order.
+    Equal tensors and values give equal bytes in any order. Returns the SHA-256; fault points begin
+    with `point`. Raises OSError.
     """
-    pairs = [name for name in sorted(tensors) if tensors[name].dtype in REAL]
-    entries = {**metadata, COMPLEX: json.dumps(pairs)} if pairs else dict(metadata)
-    header: dict[str, object] = {"__metadata__": dict(sorted(entries.items()))} if entries else {}
-    start = 0
+    text = json.dumps(known, sort_keys=True)
+    sha256 = _digest(tensors, text)
+    header: dict[str, object] = {"__metadata__": {ENTRY: text, SHA256: sha256}}
     # By decreasing element size, so that every tensor is aligned.
-    names = sorted(tensors, key=lambda name: (-_real(tensors[name])[0].itemsize, name))
+    names, start = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0
     for name in names:
-        dtype, shape = _real(tensors[name])
-        end = start + tensors[name].nbytes
-        header[name] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+        shape, end = list(tensors[name].shape), start + tensors[name].nbytes
+        kind = TYPES[tensors[name].dtype]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        yield as_bytes(tensors[name]).numpy().data
+    described = json.dumps(header, separators=(",", ":")).encode()
+    described += b" " * (-len(described) % 8)
+    with whole_file(path, point=point) as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        for name in names:
+            file.write(as_bytes(tensors[name]).numpy().data)
+    return sha256
 
 
-def _real(tensor: Tensor) -> tuple[torch.dtype, list[int]]:
-    """Return the type and shape that a tensor has in a file."""
-    pair = [2] if tensor.dtype in REAL else []
-    return REAL.get(tensor.dtype, tensor.dtype), [*tensor.shape, *pair]
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
+    """Read the tensors of a file, what is known of them, and the SHA-256 (None: it has none).
 
-
-def restore_complex(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """Convert the pairs that `content` wrote for complex tensors back to complex numbers.
-
-    Raises ValueError if a tensor named in the metadata is missing or holds no such pairs.
+    Tensors are sorted by name, and nothing is known of those of other programs. Raises OSError, or
+    CorruptFile if the file was cut short, is of another format, or does not match its SHA-256.
     """
-    named = parse_json(metadata.get(COMPLEX, "[]"))
-    known = isinstance(named, list) and all(isinstance(n, str) and n in tensors for n in named)
-    if not known:
-        raise ValueError(f"its metadata {COMPLEX!r} are no names of its tensors")
-    for name in named:
-        if tensors[name].dtype not in REAL.values() or tensors[name].shape[-1:] != (2,):
-            raise ValueError(f"{name} is no tensor of pairs of real numbers")
-    # Copies: torch loads 16 bytes at once, and crashes if they are aligned to 8 only.
-    return tensors | {name: torch.view_as_complex(tensors[name].clone()) for name in named}
+    with open(path, "rb") as file:  # the library's errors have no reason
+        size = file.seek(0, 2)
+    try:
+        with safe_open(path, "pt") as opened:
+            # Cloned: views of the mapped file would keep its space in use after its removal.
+            tensors = {name: opened.get_tensor(name).clone() for name in sorted(opened.keys())}
+            entries = opened.metadata() or {}
+        text = entries.get(ENTRY, "{}")
+        known = typed(parse_json(text), dict[str, Any], f"its entry {ENTRY!r}")
+    except (SafetensorError, ValueError) as error:
+        raise CorruptFile(
+            f"{path} is no safetensors file, or was cut short ({size:,} bytes): {error}"
+        ) from error
+    sha256 = entries.get(SHA256)
+    if sha256 is not None and sha256 != _digest(tensors, text):
+        raise CorruptFile(
+            f"{path} is not what was written: its tensors or metadata do not match their SHA-256"
+            f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
+            f" without the metadata entry {SHA256!r})"
+        )
+    return tensors, known, sha256
+
+
+def is_written(path: Path, sha256: str) -> bool:
+    """Whether the file of this SHA-256 is there; its tensors are not read."""
+    try:
+        with safe_open(path, "pt") as opened:
+            return (opened.metadata() or {}).get(SHA256) == sha256
+    except (OSError, SafetensorError):
+        return False
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    found = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name} {TYPES.get(tensor.dtype)} {tuple(tensor.shape)}".encode())
+        found.update(as_bytes(tensor).numpy().data)
+    return found.hexdigest()
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -126,16 +154,9 @@ def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) 
 
     Raises RunError if it cannot be written.
     """
-    save_tensors(path, snapshot(model), metadata)
-
-
-def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write the tensors of `snapshot`, and `metadata`, as `save_model` does."""
-    entries = {ENTRY: json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)}
-    entries[SHA256] = _digest(tensors, entries)
+    tensors = snapshot(model)
     try:
-        with whole_file(Path(path)) as file:
-            file.writelines(content(tensors, entries))
+        write_tensors(Path(path), tensors, metadata)
     except OSError as error:
         size = f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.1f} MB"
         raise RunError(
@@ -143,68 +164,37 @@ def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping
         ) from error
 
 
-def _digest(tensors: Mapping[str, Tensor], entries: Mapping[str, str]) -> str:
-    found = hashlib.sha256()
-    for part in content(tensors, entries):
-        found.update(part)
-    return found.hexdigest()
-
-
 def read_model(
     path: str | Path, required: tuple[str, ...] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors and the metadata of a file of weights.
 
-    Tensors are in the order of the model if the file has it, otherwise sorted by name. The metadata
-    of another program's file are empty. Raises UsageError if the file is missing, truncated, not in
-    the safetensors format, or corrupt, or if it lacks a `required` key.
+    Tensors are sorted by name. The metadata of another program's file are empty. Raises UsageError
+    if the file is missing, truncated, not in the safetensors format, or corrupt, or if it lacks a
+    `required` key.
     """
     try:
-        found = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            if is_torch_file(file.read(4)):
+                raise UsageError(
+                    f"{path} is no safetensors file, but one of torch.save: train from its weights"
+                    f" with --init {path}"
+                )
+        tensors, metadata, _ = read_tensors(Path(path))
     except OSError as error:
         raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
-    if is_torch_file(found):
-        raise UsageError(
-            f"{path} is no safetensors file, but one of torch.save: train from its weights with"
-            f" --init {path}"
-        )
-    try:
-        tensors = safetensors.torch.load(found)
-        header = parse_json(found[8 : 8 + int.from_bytes(found[:8], "little")])
-        entries = header.get("__metadata__") or {}
-        tensors = restore_complex(tensors, entries)
-        metadata = parse_json(entries.get(ENTRY, "{}"))
-    except (SafetensorError, ValueError) as error:
-        raise UsageError(
-            f"{path} is no safetensors file, or was cut short ({len(found):,} bytes): {error}"
-        ) from error
-    sha256 = entries.get(SHA256)
-    covered = {name: entries[name] for name in (ENTRY,) if name in entries}
-    if sha256 is not None and sha256 != _digest(tensors, covered):
-        raise UsageError(
-            f"{path} is not what was written: its tensors or metadata do not match their SHA-256"
-            f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
-            f" without the metadata entry {SHA256!r})"
-        )
     absent = [key for key in required if key not in metadata]
     if absent:
         raise UsageError(
             f"{path} holds weights but not the {', '.join(absent)} they belong to: it was not"
             " written at the end of a run"
         )
-    return _in_order(tensors, metadata.pop(ORDER, None)), metadata
+    return tensors, metadata
 
 
 def is_torch_file(start: bytes) -> bool:
     """Whether a file that starts so is one of torch.save: a zip file, or an earlier format."""
     return start[:4] == b"PK\x03\x04" or (start[:1], start[2:4]) == (b"\x80", b"\x8a\n")
-
-
-def _in_order(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
-    """Order the tensors: the library's order differs from process to process."""
-    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    wanted = names if known and sorted(names) == sorted(tensors) else sorted(tensors)
-    return {name: tensors[name] for name in wanted}
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Path) -> None:

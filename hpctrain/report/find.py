@@ -119,7 +119,24 @@ def best_run(sweep: Path) -> tuple[Path, str]:
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in a folder, intact or not, in ascending order."""
-    names = [path.stem for path in folder.glob("*.json")]
+    return _steps(folder, "")
+
+
+def best_file(folder: Path, step: int) -> Path:
+    """Return the name of the network of a run that was the best after `step`."""
+    return folder / f"best-{step:08}.safetensors"
+
+
+def best_steps(folder: Path) -> list[int]:
+    """Return the steps of the best networks in the folder of a run, in ascending order.
+
+    Each checkpoint that is kept names the last one that is not after it.
+    """
+    return _steps(folder, "best-")
+
+
+def _steps(folder: Path, prefix: str) -> list[int]:
+    names = (path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}*.safetensors"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 

@@ -1,21 +1,17 @@
-"""Atomic checkpoints: everything that a run needs to resume.
+"""Atomic checkpoints: each is one file with everything that a run needs to resume.
 
-    checkpoints/00000123.safetensors    tensors
-    checkpoints/00000123.json           everything else, with name, size and SHA-256 of the tensors
+    checkpoints/00000123.safetensors    tensors, and as metadata all other values
+    best-00000100.safetensors           the network with the smallest validation loss so far
 
-A pair is complete once its JSON file exists, which is written last. Each file is renamed into place
-(rename(2)) after fsync(2). If a step is saved again, its tensors get another name, so that the
-existing JSON file stays valid until it is replaced. A pair that does not match its checksum is
-skipped, and the previous one is used; one that cannot be read for another reason (an unmounted file
-system, a newer format) ends the launch, because it may be intact. Reading executes no code
-(safetensors and JSON, no pickle).
+Files are renamed into place (rename(2)) after fsync(2), a checkpoint after the record, which holds
+each of its steps, and after the best network, which it names by step and SHA-256. A checkpoint that
+does not match its checksum is skipped, and the previous one is used; one that cannot be read for
+another reason (an unmounted file system, a newer format) ends the launch, because it may be intact.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -25,37 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from hpctrain.config import Interval
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
-from hpctrain.files import sync, whole_file
-from hpctrain.models.weights import content, restore_complex
-from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
+from hpctrain.files import sync
+from hpctrain.models.weights import CorruptFile, read_tensors, write_tensors
+from hpctrain.report.find import CHECKPOINTS, best_file, best_steps, checkpoint_steps
 from hpctrain.report.record import FILE_NAME
-from hpctrain.typed import from_fields
 
 FORMAT = 1
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class CheckpointManifest:
-    """The JSON file of a checkpoint."""
-
-    format: int
-    step: int
-    file: str  # of the tensors, in the same folder
-    bytes: int
-    sha256: str
-    state: dict[str, Any]
-    check: str  # SHA-256 of all other fields
-
-
-@dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that matches its checksums."""
+    """A checkpoint that matches its checksum."""
 
     step: int
     state: dict[str, Any]
@@ -69,21 +50,21 @@ class Checkpoint:
     def tensors(self) -> Tensors:
         """Read the tensors into host memory. Raises UsageError if they cannot be read."""
         try:
-            with safe_open(self.path, "pt") as file:
-                # Cloned: views of the mapped file would keep its space in use after its removal.
-                names = file.keys()
-                found = {name: file.get_tensor(name).clone() for name in names}
-                return restore_complex(found, file.metadata() or {})
-        except (OSError, SafetensorError, ValueError) as error:
-            raise UsageError(f"checkpoint {self.path} cannot be read: {error}") from error
+            return read_tensors(self.path)[0]
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
 
 
 class Writer:
-    """Writes checkpoints of one run in the background and keeps the newest few (rank 0)."""
+    """Writes checkpoints of one run in the background and keeps the newest few (rank 0).
 
-    def __init__(self, folder: Path, interval: Interval, keep: int) -> None:
-        self.folder, self.interval, self.keep = folder / CHECKPOINTS, interval, keep
-        self._record = folder / FILE_NAME
+    Also the best network so far; each checkpoint names the one that was written before it.
+    """
+
+    def __init__(self, run: Path, interval: Interval, keep: int, best: str = "") -> None:
+        """`best` is the SHA-256 of the best network, if an earlier launch has written one."""
+        self.run, self.folder, self.interval, self.keep = run, run / CHECKPOINTS, interval, keep
+        self._best = best
         self._saved = time.monotonic()  # time of the last checkpoint
         self._last: tuple[int, dict[str, Any]] | None = None  # its step and state
         self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
@@ -125,14 +106,21 @@ class Writer:
         copies = {name: self._host[name] for name in tensors}
         own = copy.deepcopy(dict(state))
         self._last = step, own
-        self.begin(lambda: self._write(step, own, copies))
+        self._begin(lambda: self._write(step, own, copies))
         self._saved = time.monotonic()
         self.stall = max(self.stall, time.perf_counter() - began)
 
-    def begin(self, write: Callable[[], None]) -> None:
-        """Run `write` in the background after earlier writes. Raises RunError as `wait` does."""
+    def save_best(self, step: int, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+        """Write the best network so far in the background. Raises RunError as `wait` does."""
+
+        def write() -> None:
+            self._best = write_tensors(best_file(self.run, step), tensors, metadata, "best")
+
         self.wait()
-        self._task = self._pool.submit(self._run, write)
+        self._begin(write)
+
+    def _begin(self, write: Callable[[], None]) -> None:
+        self._task = self._pool.submit(self._timed, write)
 
     def wait(self) -> None:
         """Wait until everything is written. Raises RunError if writing failed."""
@@ -146,36 +134,30 @@ class Writer:
         if self._task and self._task.done():
             self.wait()
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _timed(self, write: Callable[[], None]) -> None:
         began = time.perf_counter()
         write()
         self.seconds = max(self.seconds, time.perf_counter() - began)
 
     def _write(self, step: int, state: dict[str, Any], tensors: Tensors) -> None:
         fault("checkpoint.begun")
-        path = self.folder / f"{step:08}.safetensors"
-        while path.exists():  # saved before
-            path = path.with_stem(f"{path.stem}-2")
-        with whole_file(path, point="checkpoint") as file:
-            size, sha256 = 0, hashlib.sha256()
-            for part in content(tensors, {}):
-                size += file.write(part)
-                sha256.update(part)
-        sync(self._record)  # a step in the checkpoint must be in the record too
-        with whole_file(_json(self.folder, step), point="manifest") as file:
-            known = {"file": path.name, "bytes": size, "sha256": sha256.hexdigest()}
-            described = {"format": FORMAT, "step": step, **known, "state": state}
-            described["check"] = _check(described)
-            file.write(json.dumps(described, indent=1).encode() + b"\n")
+        sync(self.run / FILE_NAME)  # a step in the checkpoint must be in the record too
+        fault("record.synced")
+        known = {"format": FORMAT, "step": step, "state": state, "best": self._best}
+        write_tensors(_file(self.folder, step), tensors, known, "checkpoint")
         for old in checkpoint_steps(self.folder)[: -self.keep]:
-            _json(self.folder, old).unlink()
-        _sweep(self.folder)
+            _file(self.folder, old).unlink()
+        kept, best = checkpoint_steps(self.folder), best_steps(self.run)
+        named = {max((b for b in best if b <= each), default=0) for each in kept}
+        for unused in {*best} - named:
+            best_file(self.run, unused).unlink()
 
 
-def make_ready(run: Path, step: int) -> None:
+def make_ready(run: Path, step: int, best: int) -> None:
     """Prepare a run's folder for checkpoints. Raises OSError.
 
-    Removes temporary files of killed writers, and checkpoints after `step`, which were skipped.
+    Removes temporary files of killed writers, checkpoints after `step`, which were skipped, and
+    networks that were better than that of the step `best` in what is now repeated.
     """
     folder = run / CHECKPOINTS
     folder.mkdir(exist_ok=True)
@@ -183,29 +165,14 @@ def make_ready(run: Path, step: int) -> None:
         stale.unlink()
     for later in checkpoint_steps(folder):
         if later > step:
-            _json(folder, later).unlink()
-    _sweep(folder)
+            _file(folder, later).unlink()
+    for later in best_steps(run):
+        if later > best:
+            best_file(run, later).unlink()
 
 
-def _sweep(folder: Path) -> None:
-    """Remove tensor files that no JSON file names."""
-    named = set()
-    for step in checkpoint_steps(folder):
-        try:
-            named.add(json.loads(_json(folder, step).read_text())["file"])
-        except (OSError, ValueError, KeyError, TypeError):
-            named.update(path.name for path in folder.glob(f"{step:08}*.safetensors"))
-    for path in folder.glob("*.safetensors"):
-        if path.name not in named:
-            path.unlink()
-
-
-def _json(folder: Path, step: int) -> Path:
-    return folder / f"{step:08}.json"
-
-
-class CorruptCheckpoint(UsageError):
-    """A checkpoint whose files are damaged or missing."""
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"{step:08}.safetensors"
 
 
 def newest(
@@ -222,8 +189,8 @@ def newest(
     for step in reversed(checkpoint_steps(run / CHECKPOINTS)):
         try:
             found = verify(run, step)
-        except CorruptCheckpoint as error:
-            corrupt.append(f"{error}: passed over")
+        except CorruptFile as error:
+            corrupt.append(f"checkpoint {error}: passed over")
             continue
         if found.step <= recorded and found.follows(epochs, validated):
             passed = [
@@ -238,53 +205,25 @@ def newest(
 
 
 def verify(run: Path, step: int) -> Checkpoint:
-    """Read one checkpoint of a run and compare it with its checksums.
+    """Read one checkpoint of a run and compare it with its checksum.
 
-    Raises CorruptCheckpoint with the reason, UsageError for a newer format, and RunError if it
-    cannot be read.
+    Raises CorruptFile with the reason, UsageError for a newer format, and RunError if it cannot be
+    read.
     """
-    described = _json(run / CHECKPOINTS, step)
+    path = _file(run / CHECKPOINTS, step)
     try:
-        known = json.loads(described.read_bytes())
-        if known["format"] > FORMAT:
-            raise UsageError(
-                f"{described} has format {known['format']}, this hpctrain knows {FORMAT}: use the"
-                " hpctrain that wrote it"
-            )
-        manifest = from_fields(CheckpointManifest, known)
-        path = described.with_name(manifest.file)
-        if manifest.step != step or known.pop("check") != _check(known):
-            raise CorruptCheckpoint(
-                f"checkpoint {described} is corrupt: it does not match its own SHA-256"
-            )
-    except OSError as error:
-        raise _unreadable(described, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"checkpoint {described} is corrupt: {error}") from error
-    try:
-        found = path.stat().st_size
-        if found != manifest.bytes:
-            raise CorruptCheckpoint(f"checkpoint {path} has {found:,} bytes of {manifest.bytes:,}")
-        if _sha256(path) != manifest.sha256:
-            raise CorruptCheckpoint(
-                f"checkpoint {path} is corrupt: its SHA-256 is not {manifest.sha256[:16]}..."
-            )
-    except FileNotFoundError as error:
-        raise CorruptCheckpoint(f"checkpoint {path} is gone") from error
+        _, known, sha256 = read_tensors(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return Checkpoint(step, manifest.state, path)
+    if sha256 is None or known["step"] != step:
+        raise CorruptFile(f"{path} is none of step {step}")
+    if known["format"] > FORMAT:
+        raise UsageError(
+            f"{path} has format {known['format']}, this hpctrain knows {FORMAT}: use the hpctrain"
+            " that wrote it"
+        )
+    return Checkpoint(step, known["state"] | {"best_sha256": known["best"]}, path)
 
 
 def _unreadable(path: Path, error: OSError) -> RunError:
     return RunError(f"checkpoint {path} cannot be read: {error.strerror}; it may be whole")
-
-
-def _check(described: dict[str, Any]) -> str:
-    """Return the SHA-256 of the other fields of a JSON file."""
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

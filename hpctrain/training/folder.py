@@ -59,7 +59,7 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
             write_settings(job, temporary)
-            make_ready(temporary, 0)
+            make_ready(temporary, 0, 0)
             (temporary / heartbeats.FOLDER).mkdir()  # by rank 0 only
             lock.take(temporary)  # before the rename: another launch must not lock it first
             os.rename(temporary, folder)
@@ -99,7 +99,7 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()
-        make_ready(folder, state.step)
+        make_ready(folder, state.step, state.best.step)
     except OSError as error:
         where = error.filename or folder
         raise RunError(f"cannot write {where}: {error.strerror}") from error

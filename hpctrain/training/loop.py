@@ -10,9 +10,10 @@ import torch
 
 from hpctrain.data.split import Bad
 from hpctrain.fault import fault
+from hpctrain.parallel.device import hardware_key
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.state import Run, gather
+from hpctrain.training.state import Run
 from hpctrain.training.step import train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, compare_ranks
 from hpctrain.training.validate import validate, validation_due
@@ -126,5 +127,9 @@ def save_checkpoint(run: Run) -> None:
         return
     doing(f"saving step {run.state.step}")
     run.recorder.flush()
-    tensors, state = gather(run.job.trainer, run.state)
-    run.writer.save(run.state.step, tensors, state)
+    trainer = run.job.trainer
+    known = {
+        "layout": trainer.message.layout.digest(),
+        "key": hardware_key(trainer.message.device),
+    }
+    run.writer.save(run.state.step, trainer.state(), {**known, **run.state.to_json()})

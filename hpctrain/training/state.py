@@ -6,7 +6,8 @@ Nothing in it depends on ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -16,11 +17,13 @@ import torch
 
 from hpctrain.config import Interval
 from hpctrain.errors import UsageError
+from hpctrain.models.weights import is_written
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.reduce import broadcast
+from hpctrain.report.find import best_file
 from hpctrain.report.recorder import Recorder
-from hpctrain.training.checkpoint import Checkpoint, Writer
+from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control
 from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer, chain
@@ -45,6 +48,9 @@ class Reached(NamedTuple):
     figures: dict[str, float | None]
 
 
+NOTHING = Reached(0, 0, {})
+
+
 @dataclass
 class Progress:
     """Progress of a run."""
@@ -59,12 +65,9 @@ class Progress:
     reason: str | None = None  # for `ended`, as text
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
-    best_loss: float = float("inf")  # smallest of all validations
-    best_step: int = 0
-    best_epoch: int = 0
-    best_figures: dict[str, float | None] = field(default_factory=dict)
+    best: Reached = field(default_factory=lambda: NOTHING)  # the smallest loss of all validations
+    best_loss: float = math.inf
     waited: int = 0  # validations since the best one
-    best: dict[str, torch.Tensor] | None = None  # network of `best_step`, if it is to be kept
     went_back: bool = False  # the model holds the best network again
     chosen: bool = False  # the final network is chosen: no more checkpoints are written
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the current epoch: loss,
@@ -78,17 +81,15 @@ class Progress:
     @property
     def network(self) -> Reached:
         """Step, epoch and figures of the network that the model holds."""
-        if self.went_back:
-            return Reached(self.best_step, self.best_epoch, self.best_figures)
-        return Reached(self.step, self.epoch, self.figures)
+        return self.best if self.went_back else Reached(self.step, self.epoch, self.figures)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the next launch needs besides the tensors.
 
         `ended` is saved only if the run ended by itself; otherwise the next launch resumes it.
         """
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["best"], fields["went_back"], fields["chosen"], fields["save"]
+        fields = dataclasses.asdict(self)
+        del fields["went_back"], fields["chosen"], fields["save"]
         if self.ended is not EndReason.PATIENCE:
             fields["ended"] = fields["reason"] = None
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
@@ -98,7 +99,8 @@ class Progress:
         planned = self.planned
         for name in self.to_json():
             setattr(self, name, saved[name])
-        self.best_loss, self.sums = float(self.best_loss), tuple(saved["sums"])
+        self.best, self.best_loss = Reached(*saved["best"]), float(self.best_loss)
+        self.sums = tuple(saved["sums"])
         self.ended = EndReason(self.ended) if self.ended and planned <= self.planned else None
         self.planned = planned
 
@@ -106,36 +108,14 @@ class Progress:
         """Add figures to the hash chain."""
         self.chain = chain(self.chain, figures)
 
-    def keep_best(self, loss: float, trainer: Trainer, copy: bool) -> bool:
-        """Note a validation's loss and return whether it is the smallest so far.
-
-        With `copy`, keep a copy of that network.
-        """
+    def is_best(self, loss: float) -> bool:
+        """Note a validation's loss and return whether it is the smallest so far."""
         if not loss < self.best_loss:
             self.waited += 1
             return False
-        self.best_loss, self.best_step, self.waited = loss, self.step, 0
-        self.best_epoch, self.best_figures = self.epoch, dict(self.figures)
-        if copy:
-            self.best = _copy_network(trainer)
+        self.best_loss, self.waited = loss, 0
+        self.best = Reached(self.step, self.epoch, dict(self.figures))
         return True
-
-    def restore_best(self, trainer: Trainer) -> None:
-        """Choose the final network of the run: the average, the best one if kept, or the last."""
-        self.chosen = True
-        if trainer.average is not None:
-            trainer.average.swap()
-        if self.best is not None:
-            tensors = trainer.model.state_dict()
-            for name, kept in self.best.items():
-                tensors[name].copy_(kept)
-            trainer.norms.read()
-            self.went_back = True
-
-
-def _copy_network(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copy the tensors that define a network, by name: they do not depend on the layout."""
-    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
 @dataclass
@@ -154,17 +134,6 @@ class Run:
 
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
-
-
-def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state of a run: its tensors, and the other values for JSON."""
-    tensors = trainer.state()
-    tensors |= {f"best.{name}": tensor for name, tensor in (state.best or {}).items()}
-    known = {
-        "layout": trainer.message.layout.digest(),
-        "key": hardware_key(trainer.message.device),
-    }
-    return tensors, {**known, **state.to_json()}
 
 
 def restore(
@@ -186,7 +155,7 @@ def restore(
         )
     state.from_json(saved)
     try:
-        _put(trainer, state, _on_all(comm, checkpoint))
+        trainer.load(read_on_all(comm, checkpoint.tensors))
     except ValueError as error:
         text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
         raise agreed(UsageError(text)) from error
@@ -194,50 +163,21 @@ def restore(
     here = hardware_key(trainer.message.device)
     if earlier.plan.deterministic and saved.get("key") != here:
         notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")
+    best = best_file(earlier.folder, state.best.step)
+    if state.best.step and not call_on_root(comm, lambda: is_written(best, saved["best_sha256"])):
+        notes.append(f"{best} is not what the checkpoint names: the best of what follows is kept")
+        state.best, state.best_loss = NOTHING, math.inf
     return notes
 
 
-def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Read the tensors of a checkpoint on rank 0 and broadcast them. Collective."""
-    mine: dict[str, torch.Tensor] = {}
+def read_on_all(comm: Comm, read: Callable[[], Tensors]) -> Tensors:
+    """Read tensors on rank 0 and broadcast them. Collective. Raises as `read` does."""
+    mine: Tensors = {}
 
-    def shapes() -> Shapes:
-        mine.update(checkpoint.tensors())
+    def shapes() -> dict[str, tuple[torch.Size, torch.dtype]]:
+        mine.update(read())
         return {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
 
     for name, (shape, dtype) in call_on_root(comm, shapes).items():
         broadcast(comm, mine.setdefault(name, torch.empty(shape, dtype=dtype)))
     return mine
-
-
-@torch.no_grad()
-def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy the tensors of `gather` into those of the run, in place.
-
-    Raises ValueError if one is missing, unknown, or of another shape or type.
-    """
-    own, groups = trainer.state(), trainer.message.groups
-    homes = {str(n) if len(groups) > 1 else "": group for n, (group, _) in enumerate(groups)}
-    places = {name: own[name] for name in own if not name.startswith("optimizer.")}
-    kept = {f"best.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "optimizer":  # some create their state in the first step
-            number, _, entry = rest.rpartition(".")
-            weights = homes.get(number)
-            expected = weights if tensor.ndim or weights is None else tensor
-        else:
-            expected = places.get(name, kept.get(name))
-        if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
-            has = f"{tuple(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
-        if kind == "optimizer" and weights is not None:
-            trainer.optimizer.state[weights][entry] = tensor.to(trainer.message.device)
-        elif name in places:
-            places[name].copy_(tensor)
-    best = {name: tensor for name, tensor in tensors.items() if name.startswith("best.")}
-    if missing := [name for name in (*places, *(kept if best else ())) if name not in tensors]:
-        raise ValueError(f"it lacks the tensor {missing[0]!r}")
-    device = trainer.message.device
-    state.best = {n.removeprefix("best."): t.to(device) for n, t in best.items()} or None
-    trainer.norms.restore()

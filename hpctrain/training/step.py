@@ -91,6 +91,32 @@ class Trainer:
         constants = {f"model.{name}": tensor for name, tensor in self.constants().items()}
         return self.tensors() | constants
 
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors of `state` into those of the run, in place.
+
+        Raises ValueError if one is missing, unknown, or of another shape or type.
+        """
+        own, groups = self.state(), self.message.groups
+        homes = {str(n) if len(groups) > 1 else "": group for n, (group, _) in enumerate(groups)}
+        places = {name: own[name] for name in own if not name.startswith("optimizer.")}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            number, _, entry = rest.rpartition(".")
+            # some optimizers create their state in the first step
+            weights = homes.get(number) if kind == "optimizer" else None
+            expected = places.get(name) if weights is None else weights if tensor.ndim else tensor
+            if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+                has = f"{tuple(tensor.shape)} of {tensor.dtype}"
+                raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
+            if weights is not None:
+                self.optimizer.state[weights][entry] = tensor.to(self.message.device)
+            else:
+                places[name].copy_(tensor)
+        if missing := [name for name in places if name not in tensors]:
+            raise ValueError(f"it lacks the tensor {missing[0]!r}")
+        self.norms.restore()
+
     def close(self) -> None:
         """Release the hooks and the thread of the reduction, after the last step."""
         self.reduce.close()

@@ -50,6 +50,7 @@ from hpctrain.training.state import EndReason, Progress, Run, restore
 from hpctrain.training.step import run_digest
 from hpctrain.training.steps import CannotContinue, NonFinite, compare_ranks
 from hpctrain.training.validate import (
+    choose_network,
     describe_network,
     evaluated_network,
     show_work,
@@ -166,11 +167,13 @@ def open_run(
     )
     call_on_all(comm, lambda: keep_in(folder / HEARTBEATS))
     mine = folder if comm.rank == 0 else None
+    left = earlier.checkpoint.state if earlier and earlier.checkpoint else {}
+    best = left.get("best_sha256", "")
     with (
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
         Control(mine, times.ends, on_evaluation) as control,
-        Writer(mine, times.checkpoints, config.keep_checkpoints)
+        Writer(mine, times.checkpoints, config.keep_checkpoints, best)
         if mine
         else nullcontext() as writer,
     ):
@@ -278,7 +281,7 @@ def finish(run: Run, first: int) -> TrainingResult:
         call_on_root(comm, partial(wait_for_writer, run))
     if state.is_preempted():
         return end_preempted(run, state.step - first)
-    state.restore_best(trainer)
+    choose_network(run)
     call_on_root(comm, partial(save_network, run))  # before anything else can fail
     tests = test(run) if run.job.config.test else {}
     if state.is_preempted():

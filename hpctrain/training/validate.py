@@ -15,15 +15,15 @@ from hpctrain.errors import Failure
 from hpctrain.fault import fault
 from hpctrain.inference.blocks import block_key
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
-from hpctrain.inference.network import BEST, describe
 from hpctrain.inference.network import FILE as MODEL_FILE
+from hpctrain.inference.network import describe
 from hpctrain.inference.tasks import Denoising, network_output
-from hpctrain.models import evaluating, save_tensors, snapshot
+from hpctrain.models import evaluating, read_model, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
-from hpctrain.report.find import evaluation_file
+from hpctrain.report.find import best_file, evaluation_file
 from hpctrain.training.reading import FIRST_ROWS
-from hpctrain.training.state import EndReason, Run
+from hpctrain.training.state import EndReason, Run, read_on_all
 from hpctrain.training.steps import CannotContinue
 from hpctrain.watchdog import doing
 
@@ -45,14 +45,14 @@ def validate(run: Run) -> None:
     if result is None:
         return
     state.validated = state.step
-    if state.keep_best(result.loss, run.job.trainer, run.job.config.final == "best"):
+    if state.is_best(result.loss):
         save_best(run)
     if patience and state.waited >= patience and not state.ended:
         state.ended, state.reason = (
             EndReason.PATIENCE,
             (
                 f"{patience} validations without a loss below the {state.best_loss:.4g}"
-                f" of step {state.best_step}"
+                f" of step {state.best.step}"
             ),
         )
 
@@ -62,9 +62,26 @@ def save_best(run: Run) -> None:
     if run.writer is not None:
         with evaluated_network(run):
             tensors = snapshot(run.job.trainer.model)
-        folder = run.writer.folder.parent
-        metadata = describe_network(run, folder.name)
-        run.writer.begin(lambda: save_tensors(folder / BEST, tensors, metadata))
+        run.writer.save_best(run.state.step, tensors, describe_network(run, run.folder.name))
+
+
+@torch.no_grad()
+def choose_network(run: Run) -> None:
+    """Let the model hold the final network: the average, the best one, or the last. Collective.
+
+    Raises UsageError or RunError if the file of the best one cannot be read.
+    """
+    state, trainer = run.state, run.job.trainer
+    if run.job.config.final == "best" and state.best.step:
+        path = best_file(run.folder, state.best.step)
+        tensors = trainer.model.state_dict()
+        for name, best in read_on_all(run.comm, lambda: read_model(path)[0]).items():
+            tensors[name].copy_(best)
+        trainer.norms.read()
+        state.went_back = True
+    if trainer.average is not None:
+        trainer.average.swap()
+    state.chosen = True
 
 
 def describe_network(run: Run, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ and a stall happen on the ranks of the long-lived job.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.support import ranks
@@ -21,15 +23,22 @@ from tests.support.launch import as_flags
 from tests.support.launches import check_same
 from tests.support.packs import make_pack
 from tests.support.pictures import class_folders
+from tests.support.records import read_strictly
+from tests.support.spoil import spoil
 
 STATES = ("written", "synced", "renamed", "durable")  # of a file that is written whole
-FILES = ("config", "plan", "checkpoint", "manifest", "best", "model", "evaluation-test")
-ON_DISK = ["folder.renamed", "record.written", *(f"{f}.{s}" for f in FILES for s in STATES)]
+FILES = ("config", "plan", "checkpoint", "best", "model", "evaluation-test")
+ON_DISK = [
+    "folder.renamed",
+    "record.written",
+    "record.synced",
+    *(f"{f}.{s}" for f in FILES for s in STATES),
+]
 POINTS = ["mpi.starting", "mpi.started", "lock.taken", "step.done", "evaluation.begun"]
 POINTS += ["checkpoint.begun", *ON_DISK, "mpi.ending"]
 STAGING = ["stage.written", "stage.renamed"]
 PACKING = ["pack.written", "pack.synced", "pack.renamed", "pack.durable"]
-TIMES = dict.fromkeys(["step", "evaluation", "record", "checkpoint", "manifest"], 3)  # else 1
+TIMES = dict.fromkeys(["step", "evaluation", "record", "checkpoint"], 3)  # else 1
 TIMES |= dict.fromkeys(["best", "model"], 2)
 
 
@@ -80,8 +89,8 @@ def run(folder):
 
 
 def files(run):
-    """What lies in the folder of a run; the tensors of a step that is saved again end in -2."""
-    return {re.sub(r"(\d{8})-2", r"\1", str(path.relative_to(run))) for path in run.rglob("*")}
+    """What lies in the folder of a run."""
+    return {str(path.relative_to(run)) for path in run.rglob("*")}
 
 
 def check_whole(folder, name):
@@ -89,8 +98,9 @@ def check_whole(folder, name):
     check_same(settings(folder, name), settings(folder, "whole"))
     run, whole = folder / "runs" / name, folder / "runs/whole"
     assert files(run) == files(whole)
-    best, expected = (load_file(each / "best.safetensors") for each in (run, whole))
-    assert all(np.array_equal(best[key], expected[key]) for key in expected)
+    for file in whole.glob("best-*"):
+        best, expected = (load_file(each / file.name) for each in (run, whole))
+        assert all(np.array_equal(best[key], expected[key]) for key in expected)
 
 
 def finish(folder, name, size, *flags):
@@ -139,8 +149,55 @@ def test_a_run_that_is_killed_while_it_saves_its_last_step_again_ends_with_the_s
     folder, tmp_path
 ):
     """The launch before was killed as it wrote the network, after its last checkpoint."""
-    again = ["checkpoint.renamed", "manifest.written", "manifest.renamed"]
+    again = ["checkpoint.written", "checkpoint.renamed", "checkpoint.durable"]
     check_kills(folder, tmp_path, [f"model.written:kill {point}:kill" for point in again])
+
+
+def test_the_best_network_of_steps_that_are_repeated_is_removed(folder, run):
+    """They may end otherwise than before; no checkpoint names what they had written."""
+    killed = [({"HPCTRAIN_FAULT": "best.durable:kill:2"}, training(folder, "broken"))]
+    assert run_each(killed, folder) == [-9]
+    *_, last = sorted(run.glob("best-*"))
+    last.rename(run / "best-00000005.safetensors")
+    finish(folder, "broken", 1)
+
+
+def test_a_checkpoint_that_is_kept_has_its_best_network(folder, run):
+    """The newest one is damaged, so the one before it is taken, with another best network."""
+    killed = [({"HPCTRAIN_FAULT": "model.written:kill"}, training(folder, "broken"))]
+    assert run_each(killed, folder) == [-9]
+    spoil(run / "checkpoints/00000006.safetensors", "short")
+    finish(folder, "broken", 2)
+    said = " ".join(note["text"] for note in read_strictly(run) if note["kind"] == "note")
+    assert "going on after step 4" in said and "best" not in said
+
+
+@pytest.mark.parametrize("how", ["gone", "another"])
+def test_a_best_network_that_is_not_what_the_checkpoint_names_is_not_used(folder, run, how):
+    killed = [({"HPCTRAIN_FAULT": "model.written:kill"}, training(folder, "broken"))]
+    assert run_each(killed, folder) == [-9]
+    first, best = sorted(run.glob("best-*"))
+    best.unlink() if how == "gone" else shutil.copy(first, best)
+    again = ranks.command(2, *training(folder, "broken"))
+    assert again.code == 0, again.err
+    said = " ".join(note["text"] for note in read_strictly(run) if note["kind"] == "note")
+    assert f"{best} is not what the checkpoint names" in said
+    model, last = run / "model.safetensors", run / "checkpoints/00000006.safetensors"
+    with safe_open(model, "numpy") as weights:
+        assert json.loads(weights.metadata()["hpctrain"])["step"] == 6
+    assert last.exists()
+
+
+def test_a_best_network_that_is_damaged_at_the_end_is_one_line(folder, run):
+    """The last checkpoint stays; without the file the run ends with its last network."""
+    killed = [({"HPCTRAIN_FAULT": "model.written:kill"}, training(folder, "broken"))]
+    assert run_each(killed, folder) == [-9]
+    best = max(run.glob("best-*"))
+    spoil(best, "flipped")
+    failed = ranks.command(2, *training(folder, "broken"))
+    assert failed.code in (1, 2) and failed.err.count("\n") == 1 and str(best) in failed.err
+    best.unlink()
+    assert ranks.command(2, *training(folder, "broken")).code == 0
 
 
 @pytest.mark.parametrize("point", some([*ON_DISK, *STAGING], "written"))
@@ -183,17 +240,16 @@ def test_files_reach_the_disk_before_their_names(comm, folder, run, monkeypatch)
     assert main(training(folder, "broken")) == 0
     renamed = [(place, *call[1:]) for place, call in enumerate(calls) if call[0] == "rename"]
     names = {Path(new).name for _, _, new in renamed if "/ranks/" not in new}
-    last = {f"0000000{step}.{kind}" for step in (2, 4, 6) for kind in ("json", "safetensors")}
+    last = {f"0000000{step}.safetensors" for step in (2, 4, 6)}
     assert names >= last | {"model.safetensors", "plan.json", "config.toml", "broken"}
     for place, old, new in renamed:
         if "/ranks/" in new:  # heartbeats may be lost
             continue
         assert ("fsync", old) in calls[:place] or new == str(run), f"{new} has no content yet"
         assert ("fsync", str(Path(new).parent)) in calls[place:], f"{new} may be lost"
-        if "checkpoints" in new and new.endswith(".json"):
-            before = calls[:place]
-            tensors = max(i for i, call in enumerate(before) if call[-1].endswith(".safetensors"))
-            assert ("fsync", str(run / "progress.jsonl")) in before[tensors:]
+        if "checkpoints" in new:
+            others = [n for n, _, other in renamed if n < place and "checkpoints" in other]
+            assert ("fsync", str(run / "progress.jsonl")) in calls[max(others, default=0) : place]
 
 
 def test_packing_that_is_killed_or_meets_a_full_disk_leaves_nothing(tmp_path):

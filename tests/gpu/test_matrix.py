@@ -77,7 +77,7 @@ def test_a_killed_rank_costs_no_bits(tmp_path, transport):
     job = Job([mpirun(), "-n", "3", sys.executable, "-m", "hpctrain", *words("killed")], env)
     run = tmp_path / "runs" / "killed"
     try:
-        wait_for(lambda: [*run.glob("checkpoints/*.json")] or job.poll() is not None)
+        wait_for(lambda: [*run.glob("checkpoints/*.safetensors")] or job.poll() is not None)
         assert job.poll() is None, job.communicate()
         os.kill(json.loads((run / "ranks" / "2.json").read_text())["pid"], signal.SIGKILL)
         assert job.wait(timeout=60) not in (0, 75)

@@ -295,7 +295,7 @@ def test_settings_that_do_not_change_the_results_are_free(begun, tmp_path):
         ("config.toml", lambda text: text.replace("epochs = 2", 'epochs = "2"'), "epochs is '2'"),
         ("config.toml", lambda text: "batch_size = ", "config.toml is corrupt"),
         ("config.toml", None, "it has no config.toml"),
-        ("checkpoints/00000003.json", None, "holds no whole checkpoint"),
+        ("checkpoints/00000003.safetensors", None, "holds no whole checkpoint"),
         ("ranks", "file", "ranks"),
         ("checkpoints", "file", "checkpoints"),
         ("lock", "folder", "lock"),

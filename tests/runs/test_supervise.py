@@ -105,7 +105,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(supervise, settings):
 #: What each launch begins with: its number is $n; what it calls works in the folder of the run.
 PRELUDE = """
 cd "${0%/*}/a"; echo "$*" >>launches; n=$(wc -l <launches)
-save() { mkdir -p checkpoints; echo {} >checkpoints/0000000$1.json; }
+save() { mkdir -p checkpoints; touch checkpoints/0000000$1.safetensors; }
 record() { cat ../begun ../$1 >>progress.jsonl; }
 once() { [ $n = 1 ] || exit 0; }
 """
@@ -121,7 +121,7 @@ ENDS = {  # files with the end of a launch, that `record` adds
 def run(tmp_path):
     """The folder of a run, with a checkpoint of step 3."""
     (tmp_path / "a/checkpoints").mkdir(parents=True)
-    (tmp_path / "a/checkpoints/00000003.json").write_text("{}")
+    (tmp_path / "a/checkpoints/00000003.safetensors").touch()
     (tmp_path / "begun").write_bytes(run_line(time=1e9))  # by a clock that is behind
     for name, line in ENDS.items():
         (tmp_path / name).write_bytes(line)

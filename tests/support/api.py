@@ -140,9 +140,10 @@ from hpctrain.models import (
     read_model,
     save_model,
 )
+from hpctrain.models.weights import read_tensors, write_tensors
 
 __all__ += ["check_forward", "load_init", "load_weights"]
-__all__ += ["read_model", "save_model"]
+__all__ += ["read_model", "read_tensors", "save_model", "write_tensors"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
 from hpctrain.data.augment import Augmentation

@@ -106,7 +106,9 @@ def figures(settings: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 def checkpoint_steps(settings: dict[str, Any]) -> list[int]:
     """The steps of the checkpoints of a run."""
-    return sorted(int(path.stem) for path in (run_of(settings) / "checkpoints").glob("*.json"))
+    return sorted(
+        int(path.stem) for path in (run_of(settings) / "checkpoints").glob("*.safetensors")
+    )
 
 
 def change_lines(settings: dict[str, Any], change: Callable[[list[bytes]], list[bytes]]) -> None:

@@ -134,8 +134,8 @@ class FineTuned(nn.Module):
         wide = torch.rand(8, 16)
         kinds = {
             "complex64": torch.rand(8, dtype=torch.complex64),
-            "complex128": torch.rand(8, dtype=torch.complex128).conj(),
-            "single": torch.rand((), dtype=torch.complex128),
+            "conjugate": torch.rand(8, dtype=torch.complex64).conj(),
+            "single": torch.rand((), dtype=torch.complex64),
             "bf16": torch.rand(8).to(torch.bfloat16),
             "float8": torch.rand(8).to(torch.float8_e4m3fn),
             "bool": torch.rand(8) > 0.5,
@@ -151,13 +151,13 @@ class FineTuned(nn.Module):
             self.register_buffer(name, tensor)
         self.register_buffer("shared", wide)
         self.register_buffer("mask", torch.full((8,), -torch.inf))
-        unsaved = torch.linspace(0.5, 1, 8, dtype=torch.complex128)
+        unsaved = torch.linspace(0.5, 1, 8, dtype=torch.complex64)
         self.register_buffer("unsaved", unsaved, persistent=False)
 
     def forward(self, x):
         x = self.norm(self.frozen(self.trained(x))).relu().mean((2, 3))
         x = self.third(self.second(self.first(x)).tanh())
-        real = self.single.real * (self.complex64 * self.complex128 * self.unsaved).real
+        real = self.single.real * (self.complex64 * self.conjugate * self.unsaved).real
         x = x * real.to(x.dtype) * self.bf16 + self.float8.to(x.dtype)
         x = x @ (self.every_other @ self.transposed * self.expanded).to(x.dtype) * self.scalar
         x = (

@@ -133,7 +133,7 @@ def test_a_run_is_found_by_name_or_folder_also_its_best_network_so_far(trained_c
     run = trained_copy.run("tuned")
     by_name = hp.load("tuned", runs_dir=trained_copy.runs)
     assert by_name.path == hp.load(run, runs_dir="elsewhere").path == run / "model.safetensors"
-    best = run / "best.safetensors"
+    (best,) = run.glob("best-*.safetensors")
     (run / "model.safetensors").unlink()
     capsys.readouterr()
     assert hp.load(run).path == best
