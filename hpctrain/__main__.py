@@ -9,7 +9,7 @@ def program() -> int:
     For training, the signals of the scheduler are caught first. The exit code is 1 if the reader
     of standard output has closed it.
     """
-    from hpctrain.launcher import catch_signals, end_with_launcher, ignore_signals
+    from hpctrain.cluster import catch_signals, end_with_launcher, ignore_signals
     from hpctrain.text import discard_stdout
 
     words = sys.argv[1:]

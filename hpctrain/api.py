@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from hpctrain.cluster import launched_rank, launched_size, signals_caught
 from hpctrain.config import Config, EvaluateConfig, check_settings, duration, read_table
 from hpctrain.config.imports import as_setting
 from hpctrain.errors import UsageError
-from hpctrain.launcher import launched_rank, launched_size, signals_caught
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.report.record import read_records
 from hpctrain.text import brief, counted

@@ -13,9 +13,9 @@ import time
 from typing import Any, NamedTuple
 
 from hpctrain import __version__, config
+from hpctrain.cluster import launched_rank, launched_size, under_mpirun
 from hpctrain.errors import Failure, UsageError, did_you_mean
 from hpctrain.fault import fault
-from hpctrain.launcher import launched_rank, launched_size, under_mpirun
 from hpctrain.quick_imports import quick_imports
 from hpctrain.text import say
 from hpctrain.watchdog import Watchdog

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from hpctrain.cluster import PR_SET_PDEATHSIG
 from hpctrain.errors import RunError, UsageError
-from hpctrain.launcher import PR_SET_PDEATHSIG
 from hpctrain.report.history import Outcome, RunHistory
 from hpctrain.report.record import HistoryReader
 

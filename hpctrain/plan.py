@@ -1,6 +1,7 @@
 """The plan of a run: all that follows from configuration, ranks, machine, model and pack.
 
-Rank 0 resolves it once, with a pure function, and every run stores it. `plan_text.py` prints it.
+Rank 0 resolves it once, with a pure function, and stores it; later launches read it and adapt it
+to their ranks. `describe_plan` prints it, one line per decision.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import hashlib
 import json
 import math
 from functools import cached_property
+from typing import Any
 
 from hpctrain.config import Config, byte_count, optimizer_and_rate, worker_loads
 from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
+from hpctrain.text import brief, counted, min_to_max
+from hpctrain.typed import from_fields, parse_toml
 
 VERSION = 2  # meaning of a plan's numbers
 
@@ -211,3 +215,135 @@ def _batch_size(config: Config, facts: Facts, shards: int) -> int:
     if config.batch_size is not None:
         return config.batch_size
     return usual_batch(config) * (workers if facts.device == "cuda" else 1)
+
+
+def read_config(text: bytes) -> Config:
+    """Return the settings of a run from the text of its config.toml.
+
+    Raises ValueError that names the field if one is unknown or of another type.
+    """
+    return from_fields(Config, parse_toml(text))
+
+
+def read_plan(fields: Any) -> Plan:
+    """Return the plan with the fields that `Plan.to_json` wrote.
+
+    Raises ValueError that names the field if one is missing, unknown or of another type, and
+    ValueError if the digest is not that of the fields.
+    """
+    digest = fields.pop("digest", None) if isinstance(fields, dict) else None
+    plan = from_fields(Plan, fields)
+    if digest != plan.digest():
+        raise ValueError(f"its digest is {plan.digest()}, and not {str(digest)[:16]} as it says")
+    return plan
+
+
+def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
+    """Adapt the plan of a run's first launch to the ranks, threads and larger --epochs of this one.
+
+    Raises UsageError, with the difference, if the data, the device, the model or the version of
+    the plan has changed.
+    """
+    if plan.version != VERSION:
+        raise UsageError(
+            f"the run was begun by an hpctrain that reads the rows in another order (its plan has"
+            f" version {plan.version}, this hpctrain's {VERSION}): finish it with the one that"
+            " began it, or begin a new run with another --run"
+        )
+    for what, old, new in (
+        ("pack", plan.pack_uuid, facts.pack_uuid),
+        ("device", plan.device, facts.device),
+        ("training images", plan.rows, facts.rows),
+        ("image shape", plan.image_shape, facts.image_shape),
+        ("model", plan.model, model_name(config, facts.image_shape)),
+        ("class weights", plan.class_weights, facts.class_weights),
+    ):
+        if old != new:
+            raise UsageError(
+                f"the run was begun with {what} {brief(old)}, not {brief(new)}: it cannot go on"
+            )
+    runs = assign_shards(plan.shards, facts.ranks, worker_loads(config.worker_load))
+    epochs = max(plan.epochs, config.epochs or 0)
+    return dataclasses.replace(
+        plan,
+        ranks=facts.ranks,
+        runs=tuple((run.start, run.stop) for run in runs),
+        threads=cpu_threads(config, facts.threads, plan),
+        epochs=epochs,
+    )
+
+
+MOST_SHARES = 16  # listed one by one
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """Return the plan as text, one line per decision."""
+    height, width, channels = plan.image_shape
+    last = sum(plan.last)
+    warmup = f" after {plan.warmup_steps:,} steps" if plan.warmup_steps else ""
+    lines = [
+        ("task", f"{plan.task}, {width}x{height}x{channels}, {plan.classes} classes"),
+        ("model", plan.model),
+        *(("input", _listed(values)) for values in plan.scaling),  # mean, std
+        ("data", f"{plan.rows:,} training images, pack {plan.pack_uuid}"),
+        ("ranks", f"{plan.ranks} on {plan.device}, {plan.threads} CPU threads each"),
+        ("shards", _shards(plan)),
+        ("order", _order(plan)),
+        ("mini-batch", _batch(plan)),
+        (
+            "steps",
+            f"{counted(plan.epochs, 'epoch')} x {plan.steps_per_epoch} = {plan.steps:,};"
+            f" last step of an epoch {last} images",
+        ),
+        ("optimizer", f"{plan.optimizer}, learning rate {plan.learning_rate:g}{warmup}"),
+        *([("class weights", _listed(plan.class_weights))] if plan.class_weights else []),
+        ("batch norm", plan.batch_norm),
+        ("precision", _precision(plan)),
+        ("seed", str(plan.seed)),
+        ("sums", _sums(plan)),
+        ("plan", plan.digest()),
+    ]
+    return [f"{name:<14} {text}" for name, text in lines]
+
+
+def describe_shares(plan: Plan) -> str:
+    """Return the images of a full global batch per rank; only their range for many ranks."""
+    shares = tuple(sum(plan.shares[first:end]) for first, end in plan.runs)
+    if len(shares) > MOST_SHARES:
+        return f"{min_to_max(shares)} a rank"
+    return f"{', '.join(map(str, shares))} by rank"
+
+
+def _shards(plan: Plan) -> str:
+    counts = min_to_max(end - first for first, end in plan.runs)
+    sizes = min_to_max(plan.partition.sizes)
+    return f"{plan.shards}, partitions of {sizes} images, {counts} on a rank"
+
+
+def _batch(plan: Plan) -> str:
+    shares = min_to_max(plan.shares)
+    return f"{plan.batch_size}, shares of {shares} images; {describe_shares(plan)}"
+
+
+def _order(plan: Plan) -> str:
+    chunks = f"; the file has chunks of {plan.chunk_rows:,} images" if plan.chunk_rows else ""
+    if plan.shuffle != "blocks":
+        alike = ", classes drawn equally often" if plan.balanced_sampling else ""
+        return plan.shuffle + alike + chunks
+    return f"blocks of {plan.block_rows:,} images, shuffled by {plan.window_blocks:,}{chunks}"
+
+
+def _precision(plan: Plan) -> str:
+    precision = plan.precision.replace("default", "default (TF32 in convolutions)")
+    return f"{precision}, {'NHWC' if plan.channels_last else 'NCHW'}"
+
+
+def _sums(plan: Plan) -> str:
+    if plan.deterministic:
+        return "tree order, deterministic"
+    return "Allreduce" if plan.comm_dtype == "fp32" else f"gradients in {plan.comm_dtype}"
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    shown = values if len(values) <= MOST_SHARES else (min(values), max(values))
+    return (", " if shown is values else " to ").join(f"{value:.4g}" for value in shown)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launcher import launched_rank
+from hpctrain.cluster import launched_rank
 
 POINTS = {  # phase -> function; the fault may happen before each call of it
     "start": "hpctrain.training.train:set_up",

@@ -15,9 +15,9 @@ MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p 
 # From the bottom up. A module imports from its own floor and from those below it, but on the
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
-    "hpctrain errors text console typed config* files fault heartbeats launcher scheduler"
+    "hpctrain errors text console typed config* files fault cluster"
     " streams watchdog data.partition parallel.placement",
-    "plan plan_check plan_text",
+    "plan",
     "data* parallel* models* report*",
     "training* inference* packing*",
     "*",

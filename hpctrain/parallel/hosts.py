@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import cast
 
-from hpctrain.launcher import place_in_step
+from hpctrain.cluster import place_in_step
 from hpctrain.parallel.mpi import MPI, Comm, allgather, host_name, minimum
 from hpctrain.parallel.placement import crowd
 from hpctrain.watchdog import waiting

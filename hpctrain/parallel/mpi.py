@@ -22,9 +22,9 @@ from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from hpctrain.cluster import launched_rank, launched_size, local_size
 from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.fault import fault
-from hpctrain.launcher import launched_rank, launched_size, local_size
 from hpctrain.watchdog import MPI_INIT, current, doing, waiting
 
 T = TypeVar("T")

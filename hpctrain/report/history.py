@@ -16,11 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.heartbeats import FOLDER as HEARTBEATS
-from hpctrain.heartbeats import find_cause
 from hpctrain.report.fields import LABELS, Record
 from hpctrain.report.step_stats import Costs, Curve
 from hpctrain.text import listed
+from hpctrain.watchdog import HEARTBEATS, find_cause
 
 RECENT = 50  # steps over which speeds and shares are computed
 MOST_NOTES = 5  # kept in a history

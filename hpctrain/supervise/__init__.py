@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain import launch
+from hpctrain.cluster import LEFT
 from hpctrain.config import Config, SuperviseConfig, duration
 from hpctrain.errors import RunError, UsageError
-from hpctrain.launcher import LEFT
 from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
 from hpctrain.report.history import Outcome, RunHistory, find_outcome
 from hpctrain.supervise.nodes import Allocation, find_allocation, requeue, restarts

@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
+from hpctrain.cluster import MOST_REQUEUES, REQUESTS, ask, find_job, tasks_by_node
 from hpctrain.errors import RunError, UsageError
-from hpctrain.launcher import REQUESTS, tasks_by_node
-from hpctrain.scheduler import MOST_REQUEUES, ask, find_job
 from hpctrain.text import counted, listed, say
 
 ANSWER_WITHIN = 15.0  # seconds for a node to run a step

@@ -16,8 +16,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from hpctrain import launch
+from hpctrain.cluster import LEFT
 from hpctrain.errors import RunError
-from hpctrain.launcher import LEFT
 from hpctrain.report.history import RunHistory
 from hpctrain.sweep.display import SweepDisplay
 from hpctrain.sweep.file import Sweep, SweepNetwork

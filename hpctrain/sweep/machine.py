@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.cluster import REQUESTS, tasks_by_node
 from hpctrain.config import SweepConfig
 from hpctrain.errors import UsageError
 from hpctrain.launch import UNBOUND, mpirun
-from hpctrain.launcher import REQUESTS, tasks_by_node
 from hpctrain.sweep.file import SweepNetwork
 from hpctrain.sweep.folder import settings_file
 from hpctrain.text import ranges

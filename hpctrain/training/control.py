@@ -22,11 +22,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+from hpctrain.cluster import job_end, received_signal
 from hpctrain.config import Config, Interval, checkpoint_interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
-from hpctrain.launcher import received_signal
-from hpctrain.scheduler import job_end
 from hpctrain.watchdog import doing
 
 STOP_FILE = "STOP"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain import __version__, heartbeats
+from hpctrain import __version__
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
@@ -28,9 +28,7 @@ from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.hosts import describe_hosts
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, library
-from hpctrain.plan import Plan
-from hpctrain.plan_check import check_recorded, read_config, read_plan
-from hpctrain.plan_text import describe_shares
+from hpctrain.plan import Plan, describe_shares, read_config, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
@@ -41,6 +39,7 @@ from hpctrain.training.control import RunLock
 from hpctrain.training.setup import Job
 from hpctrain.training.state import Progress
 from hpctrain.typed import parse_json
+from hpctrain.watchdog import HEARTBEATS, remove_heartbeats
 
 
 def make_run_folder(job: Job, lock: RunLock) -> Path:
@@ -60,7 +59,7 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
             temporary.mkdir()
             write_settings(job, temporary)
             make_ready(temporary, 0, 0)
-            (temporary / heartbeats.FOLDER).mkdir()  # by rank 0 only
+            (temporary / HEARTBEATS).mkdir()  # by rank 0 only
             lock.take(temporary)  # before the rename: another launch must not lock it first
             os.rename(temporary, folder)
             fault("folder.renamed")
@@ -96,7 +95,7 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
             record.write({"kind": "end", **earlier.crash._asdict()})
             record.close()
         write_settings(job, folder)
-        heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
+        remove_heartbeats(folder / HEARTBEATS)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()
         make_ready(folder, state.step, state.best.step)
@@ -222,7 +221,6 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     reader = HistoryReader(folder, strict=True)
     reader.poll()
     history, wrong = reader.history, reader.problem or reader.history.corruption
-    check_recorded(plan, folder / "plan.json", history.facts)
     checkpoint, problems = newest(folder, history.last_step, history.epochs, history.validated)
     if wrong:
         problems.insert(0, f"{wrong}: the record is cut off there")

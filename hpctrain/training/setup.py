@@ -37,8 +37,7 @@ from hpctrain.parallel.mpi import (
     check_equal_on_all,
 )
 from hpctrain.parallel.placement import Choice
-from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
-from hpctrain.plan_check import go_on
+from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.text import brief, listed
 from hpctrain.training.finetune import describe_frozen, freeze
 from hpctrain.training.probe import probe_model

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from hpctrain.cluster import LEFT
 from hpctrain.config import Config, check_settings, validation_interval
 from hpctrain.data.external import images_note, window_note
 from hpctrain.errors import Failure, RunError
-from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.inference.network import FILE as MODEL_FILE
-from hpctrain.launcher import LEFT
 from hpctrain.models import read_model, save_model
 from hpctrain.parallel.device import name_out_of_memory, name_refused_operation, torch_settings
 from hpctrain.parallel.mpi import (
@@ -31,7 +30,7 @@ from hpctrain.parallel.mpi import (
     limit_finalize,
     start_mpi,
 )
-from hpctrain.plan_text import describe_plan
+from hpctrain.plan import describe_plan
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import counted, say
 from hpctrain.training.checkpoint import Writer
@@ -57,7 +56,7 @@ from hpctrain.training.validate import (
     test,
     validate,
 )
-from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waiting
+from hpctrain.watchdog import HEARTBEATS, Watchdog, current, doing, keep_in, started, waiting
 
 SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
-from hpctrain.heartbeats import BEAT_EVERY, FOLDER, is_gone, read_beat
 from hpctrain.report.find import SETTINGS_FILE, distinct_names, find_runs, propose_run
 from hpctrain.report.history import Outcome, RunHistory, find_outcome, number, time_of
 from hpctrain.report.progress import duration
@@ -23,6 +22,7 @@ from hpctrain.report.step_stats import whole_percents
 from hpctrain.stop import ask
 from hpctrain.text import counted, printable
 from hpctrain.training.control import STOP_FILE
+from hpctrain.watchdog import BEAT_EVERY, HEARTBEATS, is_gone, read_beat
 
 GRACE = 10.0  # seconds without change that are always tolerated
 OVERDUE = 3.0  # times the longest usual interval, in addition
@@ -75,7 +75,7 @@ def ended(outcome: Outcome) -> Status:
 
 
 def _beat_interval(history: RunHistory) -> float:
-    """Return the longest time in seconds between two heartbeats (``heartbeats.beat_interval``)."""
+    """Return the longest time in seconds between two heartbeats (``watchdog.beat_interval``)."""
     return max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
 
 
@@ -130,7 +130,7 @@ class WatchedRun:
         overdue = GRACE + OVERDUE * history.longest_interval()
         testing = history.step.get("step") == history.total_steps  # all steps are completed
         look = record > overdue / 2 or testing or not history.step
-        beat = read_beat(self.folder / FOLDER / "0.json") if look else None
+        beat = read_beat(self.folder / HEARTBEATS / "0.json") if look else None
         beaten = self._beat.seconds(beat.time, beat.time) if beat else math.inf
         is_suspect = beat and (is_gone(beat) or beaten > overdue)
         if is_suspect and (outcome := self._find_outcome(history)).status:

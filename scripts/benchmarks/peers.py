@@ -32,10 +32,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from hpctrain.cluster import launched_rank, launched_size
 from hpctrain.data.augment import to_input
 from hpctrain.data.pack import Pack, read_pack
 from hpctrain.data.split import Split
-from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.models import build
 from hpctrain.parallel.device import keep_memory, place
 from hpctrain.typed import from_fields, parse_json

@@ -9,9 +9,9 @@ import numpy as np
 from PIL import Image
 
 from hpctrain.config import Config, check_settings
-from hpctrain.heartbeats import Beat, write_beat
 from hpctrain.packing.write import write_pack
 from hpctrain.report.record import read_records
+from hpctrain.watchdog import Beat, write_beat
 
 
 def make_images(rows: int, shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -158,7 +158,7 @@ def test_the_best_network_of_steps_that_are_repeated_is_removed(folder, run):
     killed = [({"HPCTRAIN_FAULT": "best.durable:kill:2"}, training(folder, "broken"))]
     assert run_each(killed, folder) == [-9]
     *_, last = sorted(run.glob("best-*"))
-    last.rename(run / "best-00000005.safetensors")
+    last.rename(run / "best-00000004.safetensors")
     finish(folder, "broken", 1)
 
 

@@ -79,7 +79,7 @@ OPTIONAL: dict[str, dict[str, Any]] = {
 METADATA = {  # of weights, as JSON in the entry "hpctrain"
     **dict.fromkeys(("hpctrain", "model", "run", "pack", "pack_uuid", "precision", "task"), str),
     **dict.fromkeys(("epoch", "step"), int),
-    **dict.fromkeys(("classes", "image_shape"), list),
+    **dict.fromkeys(("classes", "image_shape", "tensors"), list),
     **dict.fromkeys(("mean", "std", "class_weights"), (list, OR_NONE)),
     "small_stem": bool,
     "figures": dict,
@@ -162,6 +162,7 @@ def test_the_record_is_one_json_object_a_line_with_these_fields(trained, name):
 def test_weights_say_what_they_are_without_hpctrain(trained, name, file):
     with safe_open(max(trained.run(name).glob(f"{file}*.safetensors")), "numpy") as weights:
         metadata = json.loads(weights.metadata()["hpctrain"])
+        assert sorted(metadata["tensors"]) == sorted(weights.keys())
         first = weights.get_tensor("conv1.weight") if name != "restored" else None
     check(metadata, METADATA, file)
     classes = 7 if name == "tuned" else 10

@@ -19,7 +19,8 @@ AVERAGED = {"ema": 0.999, "final": "ema"}
 
 
 def weights(settings: dict, name: str = "model") -> dict[str, torch.Tensor]:
-    return load_file(Path(settings["runs_dir"]) / settings["run"] / f"{name}.safetensors")
+    folder = Path(settings["runs_dir"]) / settings["run"]
+    return load_file(max(folder.glob(f"{name}*.safetensors")))
 
 
 def test_the_average_is_what_is_validated_saved_and_tested(comm, short):

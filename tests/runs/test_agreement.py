@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hpctrain as hp
 from tests.support import nets, ranks
-from tests.support.api import launcher
+from tests.support.api import cluster
 from tests.support.launches import checkpoint_steps, launch, run_of
 from tests.support.short import records, short_run
 
@@ -30,7 +30,7 @@ def settings(tmp_path):
 
 def on_last(change):
     """What patches something on the last rank alone."""
-    return lambda patch: launcher.launched_rank() == LAST and change(patch)
+    return lambda patch: cluster.launched_rank() == LAST and change(patch)
 
 
 def test_other_versions_are_named_with_their_values(settings):
@@ -43,7 +43,7 @@ def test_other_versions_are_named_with_their_values(settings):
 
 def fail_on(ranks):
     def fail(patch):
-        if launcher.launched_rank() in ranks:
+        if cluster.launched_rank() in ranks:
             patch.setattr(nets.OneLayer, "__init__", "no function")
 
     return fail

@@ -326,14 +326,6 @@ def test_a_file_in_the_place_of_the_folder_for_runs_is_named(pack, tmp_path, pla
     assert f"cannot make {tmp_path / place}" in refused.error
 
 
-def test_the_whole_plan_of_another_run_is_refused(begun, tmp_path):
-    """Which the checksum within the file cannot find."""
-    settings = copy_of(begun, tmp_path)
-    shutil.copy(run_of(settings).with_name("other") / "plan.json", run_of(settings))
-    refused = launch(settings)
-    assert refused.code == 2 and "a/plan.json is not the plan" in refused.error
-
-
 @pytest.mark.parametrize("name", ["plan.json", "config.toml"])
 def test_flipped_bits_of_the_settings_are_refused_or_have_no_effect(begun, tmp_path, name):
     settings = copy_of(begun, tmp_path)

@@ -9,7 +9,7 @@ import os
 import pytest
 
 import hpctrain as hp
-from tests.support.api import launcher, scheduler
+from tests.support.api import cluster
 from tests.support.launch import LAUNCHER_PREFIXES
 from tests.support.scripts import write_scripts
 
@@ -65,11 +65,11 @@ def test_the_variables_of_every_launcher(monkeypatch, name):
     forget_launcher(monkeypatch)
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    found = (launcher.launcher_name(), launcher.launched_size(), launcher.launched_rank())
-    found += (launcher.launched_local_rank(), launcher.local_size())
+    found = (cluster.launcher_name(), cluster.launched_size(), cluster.launched_rank())
+    found += (cluster.launched_local_rank(), cluster.local_size())
     assert found == facts
     forget_launcher(monkeypatch)
-    found = launcher.launcher_name(), launcher.launched_size(), launcher.local_size()
+    found = cluster.launcher_name(), cluster.launched_size(), cluster.local_size()
     assert found == ("none", None, 1)
 
 
@@ -78,10 +78,10 @@ def test_the_variables_of_every_launcher(monkeypatch, name):
     [("", []), ("2(x3),1", [2, 2, 2, 1]), ("5", [5]), ("1,3(x2),2", [1, 3, 3, 2])],
 )
 def test_tasks_of_every_node(text, tasks):
-    assert launcher.tasks_by_node(text) == tasks
+    assert cluster.tasks_by_node(text) == tasks
     for node in range(len(tasks) + 1):
         variables = {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)}
-        assert launcher.tasks_here(variables) == (tasks[node] if node < len(tasks) else None)
+        assert cluster.tasks_here(variables) == (tasks[node] if node < len(tasks) else None)
 
 
 def test_the_job_is_that_of_the_outermost_scheduler():
@@ -94,7 +94,7 @@ def test_the_job_is_that_of_the_outermost_scheduler():
         {"SLURM_JOB_ID": "12"},
     ):
         env |= more
-        job = scheduler.find_job(env)
+        job = cluster.find_job(env)
         found.append(job and (job[0].name, job[1]))
     assert found == [None, ("Flux", ""), ("Flux", "f7"), ("PBS", "5.head"), ("Slurm", "12")]
 
@@ -116,14 +116,14 @@ def squeue(tmp_path, monkeypatch):
 
 def test_the_end_of_a_job_is_that_of_its_variable_or_asked_of_squeue(squeue, tmp_path, monkeypatch):
     squeue("[ $SLURM_TIME_FORMAT = %s ] && printf '10 1700000001\\n12 1700000002\\n'")
-    assert scheduler.job_end() == 1700000002
+    assert cluster.job_end() == 1700000002
     assert "--jobs=12" in (tmp_path / "asked").read_text()
     squeue("echo 12 N/A")
-    assert scheduler.job_end() is None
+    assert cluster.job_end() is None
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000003")
-    assert scheduler.job_end() == 1700000003
+    assert cluster.job_end() == 1700000003
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert scheduler.job_end() is None
+    assert cluster.job_end() is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_end_of_a_job_is_that_of_its_variable_or_asked_of_squeue(squeue, tmp
 )
 def test_an_end_that_cannot_be_found_out_is_said(squeue, monkeypatch, text, said):
     if "sleep" in text:
-        monkeypatch.setattr(scheduler, "ANSWER_WITHIN", 1.0)
+        monkeypatch.setattr(cluster, "ANSWER_WITHIN", 1.0)
     squeue(text)
     with pytest.raises(hp.RunError, match=f"squeue: .*{said}"):
-        scheduler.job_end()
+        cluster.job_end()

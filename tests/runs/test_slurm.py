@@ -189,7 +189,7 @@ def test_a_notice_to_the_batch_shell_alone_saves_and_exits_75(cluster):
 FACTS = """
 from hpctrain.parallel.hosts import local_ranks
 from hpctrain.parallel.mpi import start_mpi
-from hpctrain.scheduler import job_end
+from hpctrain.cluster import job_end
 comm = start_mpi()
 print("place", comm.rank, *local_ranks(comm), flush=True)
 if comm.rank == 0:

@@ -12,7 +12,7 @@ import h5py
 import pytest
 
 import hpctrain as hp
-from tests.support.api import launcher, ranks_as_hosts
+from tests.support.api import cluster, ranks_as_hosts
 from tests.support.launch import ROOT
 from tests.support.launches import check_same, launch, run_of
 from tests.support.packs import make_pack
@@ -143,7 +143,7 @@ def test_offsets_that_one_rank_cannot_read_are_an_error_on_all_ranks(settings, t
         raise hp.RunError("reading at byte 12 failed")
 
     def on_the_last(patch):
-        if launcher.launched_rank() == 2:
+        if cluster.launched_rank() == 2:
             patch.setattr(hp.Split, "byte_range", fail)
 
     os.unlink(settings["data"])

@@ -61,7 +61,7 @@ def finish(job, seconds=200):
 
 def wait_for_checkpoint(job, settings):
     found = run_of(settings) / "checkpoints"
-    wait_for(lambda: job.poll() is not None or list(found.glob("*.json")))
+    wait_for(lambda: job.poll() is not None or list(found.glob("*.safetensors")))
     assert job.poll() is None, job.communicate()
 
 

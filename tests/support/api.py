@@ -28,8 +28,7 @@ __all__ += ["read_records", "truncate_record", "web"]
 import time
 from types import SimpleNamespace
 
-from hpctrain import heartbeats, watchdog
-from hpctrain.training.checkpoint import verify as read_checkpoint
+from hpctrain import watchdog
 from hpctrain.training.control import Control
 from hpctrain.training.folder import check_same, read_settings
 from hpctrain.watchdog import Watchdog
@@ -40,7 +39,6 @@ def fake_clock(monkeypatch):
     clock = SimpleNamespace(now=1000.0, time=time.time, sleep=lambda seconds: None)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr(heartbeats, "time", clock)
     return clock
 
 
@@ -57,7 +55,7 @@ def ranks_as_hosts(patch):
 
 
 __all__ += ["Control", "Watchdog", "fake_clock", "ranks_as_hosts"]
-__all__ += ["plan_to_continue", "read_checkpoint"]
+__all__ += ["plan_to_continue"]
 
 # Sums over ranks, and the transports that move their parts
 import torch
@@ -92,10 +90,10 @@ def make_sum(transport, vector, runs=None, narrow=0):
 
 
 # Ranks: what started them, what they agree on, which GPUs they use
-from hpctrain import launcher, scheduler
+from hpctrain import cluster
 from hpctrain.parallel import memory, mpi, placement
 
-__all__ += ["launcher", "memory", "mpi", "placement", "scheduler"]
+__all__ += ["cluster", "memory", "mpi", "placement"]
 
 # Orders: who reads which samples, and when
 from hpctrain.data.orders import Permutation
@@ -140,10 +138,9 @@ from hpctrain.models import (
     read_model,
     save_model,
 )
-from hpctrain.models.weights import read_tensors, write_tensors
 
 __all__ += ["check_forward", "load_init", "load_weights"]
-__all__ += ["read_model", "read_tensors", "save_model", "write_tensors"]
+__all__ += ["read_model", "save_model"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
 from hpctrain.data.augment import Augmentation

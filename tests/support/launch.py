@@ -17,8 +17,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.cluster import LAUNCHER_PREFIXES, launched_size
 from hpctrain.launch import AS_ROOT, OVERSUBSCRIBE, mpirun, own_sessions
-from hpctrain.launcher import LAUNCHER_PREFIXES, launched_size
 
 ROOT = Path(__file__).resolve().parents[2]
 #: For the sockets of mpirun: one that was killed leaves them, and the next of its number trips.

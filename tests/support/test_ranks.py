@@ -14,7 +14,7 @@ from tests.support.wait import wait_for
 
 @pytest.mark.ranks(1, 2, 3)
 def test_the_world_is_as_large_as_the_test_is_for(comm):
-    from hpctrain.launcher import launched_size
+    from hpctrain.cluster import launched_size
 
     world = hp.start_mpi()
     assert comm.size == world.size == launched_size()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpctrain import launch
+from hpctrain.cluster import LEFT
 from hpctrain.errors import RunError
-from hpctrain.launcher import LEFT
 from hpctrain.supervise import newest_step
 from hpctrain.text import counted, listed
 from scripts.benchmarks.cluster.site import PROGRAM, RANK, Site

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from hpctrain.launcher import launched_rank, launched_size
+from hpctrain.cluster import launched_rank, launched_size
 from hpctrain.models import build
 from hpctrain.parallel.mpi import (
     conclude,

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import launch
+from hpctrain.cluster import find_job
 from hpctrain.errors import RunError, UsageError
 from hpctrain.packing.builtin import locate
 from hpctrain.report.record import read_records
-from hpctrain.scheduler import find_job
 from scripts.benchmarks.gpu.check import end_group, output_of
 
 PROGRAM = (sys.executable, "-m", "hpctrain")
