@@ -69,14 +69,18 @@ def save_best(run: Run) -> None:
 def choose_network(run: Run) -> None:
     """Let the model hold the final network: the average, the best one, or the last. Collective.
 
-    Raises UsageError or RunError if the file of the best one cannot be read.
+    Raises CannotContinue if the file of the best one cannot be read.
     """
     state, trainer = run.state, run.job.trainer
     if run.job.config.final == "best" and state.best.step:
         path = best_file(run.folder, state.best.step)
+        try:
+            best = read_on_all(run.comm, lambda: read_model(path)[0])
+        except Failure as error:
+            raise agreed(CannotContinue(f"the best network is lost: {error}")) from error
         tensors = trainer.model.state_dict()
-        for name, best in read_on_all(run.comm, lambda: read_model(path)[0]).items():
-            tensors[name].copy_(best)
+        for name, tensor in best.items():
+            tensors[name].copy_(tensor)
         trainer.norms.read()
         state.went_back = True
     if trainer.average is not None:
