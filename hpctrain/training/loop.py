@@ -14,7 +14,6 @@ from hpctrain.parallel.device import hardware_key
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.state import Run
-from hpctrain.training.step import train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, compare_ranks
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
@@ -45,9 +44,7 @@ def train_epochs(run: Run) -> None:
                 rate = learning_rate(job.config, job.plan, step - 1)
                 flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
-                report = train_step(job.trainer, batches, rows, flags, wait, rate)
-                if job.trainer.average is not None:
-                    job.trainer.average.update()
+                report = job.trainer.step(batches, rows, flags, wait, rate)
                 pending.append(PendingStep(step, rows, rate, report))
                 finish_step(run, pending)
                 fault("step.done")

@@ -50,11 +50,7 @@ from hpctrain.training.reading import (
     open_pack,
 )
 from hpctrain.training.scaling import Scaling, choose_scaling
-from hpctrain.training.step import Trainer
-from hpctrain.training.trainer import (
-    check_fixed_state,
-    make_trainer,
-)
+from hpctrain.training.trainer import Trainer
 from hpctrain.watchdog import doing
 
 
@@ -118,8 +114,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     norms.start(probe)
     transport, choice, sharing = open_transport(comm, device, config.reduce)
     runs = [range(*run) for run in plan.runs]
-    trainer = make_trainer(norms, task, config, plan, transport, runs)
-    check_fixed_state(model, comm)
+    trainer = Trainer(norms, task, config, plan, transport, runs)
     shards = runs[comm.rank]
     memory = pack.splits["train"], config.verify, local_ranks(comm)[1]
     kept = call_on_all(comm, lambda: check_memory(plan, *memory))

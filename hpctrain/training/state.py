@@ -26,7 +26,7 @@ from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control
 from hpctrain.training.setup import Job
-from hpctrain.training.step import Trainer, chain
+from hpctrain.training.trainer import Trainer, chain
 
 if TYPE_CHECKING:
     from hpctrain.training.folder import PreviousLaunch

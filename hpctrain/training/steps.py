@@ -19,13 +19,7 @@ from hpctrain.streams import current_stream, record_event
 from hpctrain.text import listed
 from hpctrain.training.reading import order_of
 from hpctrain.training.state import EndReason, Run
-from hpctrain.training.step import (
-    MOST_LISTED,
-    as_hex,
-    describe_divergence,
-    rank_digest,
-    tensor_digests,
-)
+from hpctrain.training.trainer import MOST_LISTED, as_hex, describe_divergence
 from hpctrain.watchdog import doing
 
 
@@ -174,10 +168,10 @@ def compare_ranks(run: Run) -> None:
     Raises the same RunError on all ranks, with the ranks and tensors that differ.
     """
     state, comm, trainer = run.state, run.comm, run.job.trainer
-    digest = int(rank_digest(trainer))
+    digest = int(trainer.checksum())
     smallest, largest = minimum(comm, digest, ~digest)
     if smallest != ~largest:
-        held = allgather(comm, tensor_digests(trainer))
+        held = allgather(comm, trainer.checksums())
         differ = [
             name.removeprefix("model.")
             for name in held[0]

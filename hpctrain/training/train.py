@@ -46,7 +46,6 @@ from hpctrain.training.loop import save_checkpoint, train_epochs
 from hpctrain.training.reading import require_validation
 from hpctrain.training.setup import Job, set_up
 from hpctrain.training.state import EndReason, Progress, Run, restore
-from hpctrain.training.step import run_digest
 from hpctrain.training.steps import CannotContinue, NonFinite, compare_ranks
 from hpctrain.training.validate import (
     choose_network,
@@ -292,7 +291,7 @@ def finish(run: Run, first: int) -> TrainingResult:
         status,
         state.ended if stopped else state.reason,
         steps=state.step,
-        digest=run_digest(trainer, state.chain) if comm.rank == 0 else None,
+        digest=trainer.digest(state.chain) if comm.rank == 0 else None,
         checkpoint_stall=run.writer.stall if run.writer else None,
         **tests,
     )

@@ -1,87 +1,350 @@
-"""Construction of the trainer: statistics, message, optimizer, reduction."""
+"""The trainer: one update of the weights, with the one communication of a step in it; its state.
+
+A digest identifies all bits of a run's state. Before each checkpoint and validation, and at the
+end, each rank reduces its weights, optimizer state, running statistics and buffers to a 64-bit
+checksum on its device, and all ranks compare them (`compare_ranks`).
+
+The figures of all steps and evaluations are chained into a hash; together with the saved network
+they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import Config
+from hpctrain.data.loader import Batch
 from hpctrain.inference.tasks import Task
+from hpctrain.models import as_bytes
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce
-from hpctrain.parallel.device import hardware_key
-from hpctrain.parallel.message import Message
-from hpctrain.parallel.mpi import Comm, call_on_all, check_equal_on_all
+from hpctrain.parallel.device import hardware_key, seed_torch
+from hpctrain.parallel.message import Message, Report
+from hpctrain.parallel.mpi import call_on_all, check_equal_on_all
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
-from hpctrain.streams import IN_FLIGHT
-from hpctrain.training.average import Average
+from hpctrain.streams import IN_FLIGHT, Clock
+from hpctrain.text import listed
 from hpctrain.training.compute import make_backward
+from hpctrain.training.control import StepFlags
 from hpctrain.training.finetune import parameter_groups
-from hpctrain.training.optimizer import make_optimizer
-from hpctrain.training.step import Trainer, hash_tensors
+from hpctrain.training.optimizer import (
+    clip_gradient,
+    gate_update,
+    make_optimizer,
+    set_learning_rate,
+)
+
+NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that define a network
+MOST_LISTED = 16  # ranks in an error
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
+AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
 
 
-def make_trainer(
-    norms: BatchNorms,
-    task: Task,
-    config: Config,
-    plan: Plan,
-    transport: Transport,
-    runs: Sequence[range],
-) -> Trainer:
-    """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective.
+class Trainer:
+    """The model, and everything that is allocated once for its training steps."""
 
-    The ranks carry the shards `runs`.
-    """
-    comm, model = transport.comm, norms.model
+    def __init__(
+        self,
+        norms: BatchNorms,
+        task: Task,
+        config: Config,
+        plan: Plan,
+        transport: Transport,
+        runs: Sequence[range],
+    ) -> None:
+        """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective.
 
-    def lay_out_message() -> Message:
-        groups = parameter_groups(model, config)
-        return Message(model, norms.channels, comm.rank, comm.size, groups)
+        The ranks carry the shards `runs`. Raises UsageError, the same on all ranks, if they differ
+        in what they compute with.
+        """
+        comm, model = transport.comm, norms.model
+        self.model, self.norms = model, norms
 
-    message = call_on_all(comm, lay_out_message)
-    check_equal_on_all(
-        comm,
-        {
+        def lay_out_message() -> Message:
+            groups = parameter_groups(model, config)
+            return Message(model, norms.channels, comm.rank, comm.size, groups)
+
+        self.message = message = call_on_all(comm, lay_out_message)
+        alike = {
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
-        },
-    )
-    if plan.deterministic:
-        check_equal_on_all(comm, {"the kind of hardware": hardware_key(message.device)})
-    backward = call_on_all(
-        comm, lambda: make_backward(model, task, message, config.compile, config.cuda_graphs)
-    )
-    broadcast(comm, message.weights)
-    in_order = runs if plan.deterministic else None
-    reduce = call_on_all(
-        comm,
-        lambda: choose_reduce(comm, message, in_order, plan.comm_dtype, transport, config.overlap),
-    )
-    return Trainer(
-        model,
-        message,
-        norms,
-        make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups),
-        reduce,
-        backward,
-        config.clip_norm,
-        IN_FLIGHT[message.device.type],
-        task.weights,
-        None if config.ema is None else Average(message, norms, config.ema),
-    )
+        }
+        if plan.deterministic:
+            alike["the kind of hardware"] = hardware_key(message.device)
+        check_equal_on_all(comm, alike)
+        self.backward = call_on_all(
+            comm, lambda: make_backward(model, task, message, config.compile, config.cuda_graphs)
+        )
+        broadcast(comm, message.weights)
+        in_order = runs if plan.deterministic else None
+        self.reduce = call_on_all(
+            comm,
+            lambda: choose_reduce(
+                comm, message, in_order, plan.comm_dtype, transport, config.overlap
+            ),
+        )
+        self.optimizer = make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups)
+        self.clip_norm = config.clip_norm
+        #: Number of steps that are started before the totals of one are read.
+        self.in_flight = IN_FLIGHT[message.device.type]
+        self.class_weights = task.weights  # (K,) with which the loss weighs samples, if any
+        self.average = None if config.ema is None else Average(message, norms, config.ema)
+        self.clock = Clock(message.device)
+        fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+        digest = hash_tensors(fixed).hexdigest()[:16]
+        check_equal_on_all(comm, {"the model's fixed state": digest})
+
+    def step(
+        self,
+        batches: list[Batch],
+        total: int,
+        flags: StepFlags = StepFlags(),  # noqa: B008
+        before_waiting: Callable[[], None] = lambda: None,
+        rate: float | None = None,
+    ) -> Report:
+        """Update the weights from this rank's shards of a global batch. Collective.
+
+        `total`: number of samples in the global batch. `rate`: learning rate (None = the
+        optimizer's). `flags` are sent in the message, and the report reads its totals on request.
+        `before_waiting` is called when this rank has finished its part. With class weights, the
+        gradients are rescaled to the sum of the weights of the samples' classes, by which torch's
+        cross_entropy divides.
+
+        A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do
+        the steps that follow before its totals are read.
+        """
+        message, norms, clock = self.message, self.norms, self.clock
+        class_weights = self.class_weights
+        if rate is not None:
+            set_learning_rate(self.optimizer, rate)
+        clock.begin()
+        message.zero()
+        self.reduce.begin([batch.shard for batch in batches])
+        for batch in batches:
+            seed_torch(batch.key, message.device)  # dropout depends on the shard, not on the rank
+            loss, correct = self.backward(batch.images, batch.targets, total)
+            rows = len(batch.targets)
+            irregular = norms.collect(message.moments, rows, total)
+            message.add_counts(loss, correct, rows, irregular)
+            if class_weights is not None:
+                message.scalar["weight"].add_(class_weights[batch.targets].sum())
+            self.reduce.accumulate(batch.shard)
+        message.set_flags(flags.stop, flags.preempted, flags.save)
+        message.set_seconds(clock.computed(), flags.waited)
+
+        before_waiting()
+        self.reduce()  # the one communication of a step
+        clock.reduced()
+
+        finite = message.finite(lasting=self.in_flight > 0)
+        if class_weights is not None:
+            message.weigh_gradients(total)
+        norms.merge(message.moments, total, finite)
+        if self.clip_norm is not None:
+            clip_gradient(message.gradients, self.clip_norm)
+        gate_update(self.optimizer, message.skipped)
+        self.optimizer.step()
+        report = message.report()
+        if self.average is not None:
+            self.average.update()
+        return report
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return everything that steps change, by name, without copying.
+
+        These are weights, optimizer state and running statistics.
+        """
+        found = {"weights": self.message.weights.data}
+        for number, (weights, _) in enumerate(self.message.groups):
+            group = f"{number}." if len(self.message.groups) > 1 else ""
+            for name, value in sorted(self.optimizer.state[weights].items()):
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer.{group}{name}"] = value
+        norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
+        found |= {f"norms.{name}": tensor for name, tensor in norms.items()}
+        if self.average is not None:
+            found |= {"ema.weights": self.average.weights, "ema.running": self.average.running}
+        return found
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Return what no step changes, by name, without copying.
+
+        These are frozen parameters, and buffers other than batch norm's running statistics.
+        """
+        found = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
+        return found | {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all tensors that a run resumes from; `constants` are prefixed with "model."."""
+        constants = {f"model.{name}": tensor for name, tensor in self.constants().items()}
+        return self.tensors() | constants
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors of `state` into those of the run, in place.
+
+        Raises ValueError if one is missing, unknown, or of another shape or type.
+        """
+        own, groups = self.state(), self.message.groups
+        homes = {str(n) if len(groups) > 1 else "": group for n, (group, _) in enumerate(groups)}
+        places = {name: own[name] for name in own if not name.startswith("optimizer.")}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            number, _, entry = rest.rpartition(".")
+            # some optimizers create their state in the first step
+            weights = homes.get(number) if kind == "optimizer" else None
+            expected = places.get(name) if weights is None else weights if tensor.ndim else tensor
+            if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+                has = f"{tuple(tensor.shape)} of {tensor.dtype}"
+                raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
+            if weights is not None:
+                self.optimizer.state[weights][entry] = tensor.to(self.message.device)
+            else:
+                places[name].copy_(tensor)
+        if missing := [name for name in places if name not in tensors]:
+            raise ValueError(f"it lacks the tensor {missing[0]!r}")
+        self.norms.restore()
+
+    def checksum(self) -> torch.Tensor:
+        """Return the digest of all state that must be equal on all ranks: an int64 on the device.
+
+        That is weights, optimizer state, running statistics, buffers and frozen parameters.
+        """
+        found = torch.zeros((), dtype=torch.int64, device=self.message.device)
+        for tensor in self.state().values():
+            found = found * FACTOR + checksum(tensor)
+        return found
+
+    def checksums(self) -> dict[str, int]:
+        """Return the digest of each tensor, weights by parameter (synchronizes with the device)."""
+        model, tensors = self.model, self.tensors()
+        self.norms.restore()  # the buffers may hold the statistics of an earlier step
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in NETWORK}
+        named = (*model.named_parameters(), *model.named_buffers())
+        tensors |= {f"model.{name}": tensor for name, tensor in named}
+        return {name: int(checksum(tensor)) for name, tensor in tensors.items()}
+
+    def digest(self, figures: str) -> str:
+        """Return the digest of a run (hex): model and optimizer state, chain of `figures`."""
+        memory = (t for name, t in self.tensors().items() if name.startswith("optimizer."))
+        found = hash_tensors(memory)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            found.update(hash_tensors([tensor]).digest())
+        found.update(figures.encode())
+        return str(found.hexdigest())
+
+    def close(self) -> None:
+        """Release the hooks and the thread of the reduction, after the last step."""
+        self.reduce.close()
 
 
-def check_fixed_state(model: nn.Module, comm: Comm) -> None:
-    """Raise UsageError on all ranks if buffers or frozen parameters differ before the first step.
+class Average:
+    """The exponential moving average of the network, ``--ema``.
 
-    Collective.
+        average <- decay average + (1 - decay) weights
+
+    after every update of the weights (Polyak and Juditsky 1992; Tarvainen and Valpola
+    2017, arXiv:1703.01780). It begins with the weights before the first step and sends no message:
+    equal weights on all ranks have equal averages. Running statistics of batch norm are averaged in
+    the same way, as in timm's ModelEmaV3. Other buffers are those of the network.
     """
-    fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
-    check_equal_on_all(comm, {"the model's fixed state": hash_tensors(fixed).hexdigest()[:16]})
+
+    def __init__(self, message: Message, norms: BatchNorms, decay: float) -> None:
+        self._message, self._norms, self._decay = message, norms, decay
+        self.weights, self.running = (tensor.clone() for tensor in self._network())
+
+    def _network(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._message.weights.data, self._norms.running
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the weights after a step; nothing changes if that step was skipped."""
+        share = (1 - self._decay) * (1 - self._message.skipped)
+        for own, current in zip((self.weights, self.running), self._network(), strict=True):
+            own.lerp_(current, share)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the average with the network in the model."""
+        for own, current in zip((self.weights, self.running), self._network(), strict=True):
+            kept = current.clone()
+            current.copy_(own)
+            own.copy_(kept)
+        self._norms.restore()
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Let the model be the average in the block."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+
+def hash_tensors(tensors: Iterable[torch.Tensor]) -> Any:
+    """Return the SHA-256 of the tensors' bytes, one tensor after another."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(as_bytes(tensor).numpy().data)
+    return found
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over i of word i x ((i x FACTOR) | 1), modulo 2^64, as an int64 on the device.
+
+    The words are the bits of the elements, in the order of `flatten`. The order of additions does
+    not matter, since they are integers. The factors are odd, so a single word that differs always
+    changes the sum; several cancel with a probability of about 2^-64.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().flatten()
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    words = flat.view(WORDS[flat.element_size()])
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    step = AT_ONCE[tensor.device.type]
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        places = torch.arange(start, start + len(part), device=tensor.device)
+        found += places.mul_(FACTOR).bitwise_or_(1).mul_(part).sum()
+    return found
+
+
+def as_hex(digest: int) -> str:
+    """Return a digest as it is recorded: 16 hexadecimal digits."""
+    return f"{digest % 2**64:016x}"
+
+
+def describe_divergence(values: list[int], step: int) -> str:
+    """Say which ranks' digests after `step`, given by rank, are not that of most ranks."""
+    usual, count = Counter(values).most_common(1)[0]
+    cause = "a fault of memory or GPU there, or something that changes the model outside the step"
+    if 2 * count <= len(values):
+        found = listed(map(as_hex, values), MOST_LISTED)
+        return (
+            f"after step {step} the ranks did not hold the same weights (digests by rank: {found}),"
+            f" and no more than half agree: {cause}"
+        )
+    odd = [rank for rank, value in enumerate(values) if value != usual]
+    return (
+        f"after step {step} rank{'s' if len(odd) > 1 else ''} {listed(odd, MOST_LISTED)} of"
+        f" {len(values)} held other weights than the rest (digest {as_hex(values[odd[0]])}, not"
+        f" {as_hex(usual)}): {cause}"
+    )
+
+
+def chain(before: str, figures: Mapping[str, Any]) -> str:
+    """Return the next link of the hash chain: the hash of the last link and of `figures`."""
+    return hashlib.sha256(f"{before}{json.dumps(figures, sort_keys=True)}".encode()).hexdigest()

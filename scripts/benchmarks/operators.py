@@ -77,7 +77,6 @@ def make_steps(
 
     Both train on ROWS images, (H, W, C).
     """
-    from hpctrain.training.step import train_step
 
     case = Case(folder, rehearsal=device)
     words = ["--data", made_pack(case, ROWS, shape), "--model", network, "--weight-decay", "1e-4"]
@@ -85,7 +84,7 @@ def make_steps(
     ((batch,),) = first_batches(job)
 
     def ours() -> object:
-        train_step(job.trainer, [batch], ROWS)
+        job.trainer.step([batch], ROWS)
         return job.trainer.message.report()
 
     model = place(build(network, shape, CLASSES).train(), torch.device(device), channels_last=True)

@@ -50,19 +50,18 @@ def one_step(**settings: Any) -> str:
 
     from hpctrain.inference.evaluate import evaluate
     from hpctrain.training.setup import set_up
-    from hpctrain.training.step import rank_digest, train_step
 
     config = Config(model="digits", deterministic=True, batch_size=7, **settings)
     check_settings(config)
     job = set_up(config, MPI.COMM_SELF)
     batches = job.loader.epoch(0)
-    train_step(job.trainer, next(batches), job.plan.partition.total(0))
+    job.trainer.step(next(batches), job.plan.partition.total(0))
     batches.close()
     with job.reading.split("test") as source:
         result = evaluate(job.trainer.model, source, job.task, job.prepare, MPI.COMM_SELF, 256)
     job.reading.source.close()
     job.trainer.close()
-    return f"{rank_digest(job.trainer)} {result and result.figures()}"
+    return f"{job.trainer.checksum()} {result and result.figures()}"
 
 
 def run_settings(folder: Path, **more: Any) -> Config:

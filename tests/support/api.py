@@ -117,7 +117,7 @@ from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
-from hpctrain.training.step import checksum
+from hpctrain.training.trainer import checksum
 
 __all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient", "make_gradients"]
 

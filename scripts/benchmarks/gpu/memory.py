@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 
 from hpctrain.parallel.memory import memory_of
-from hpctrain.training.step import train_step
 from scripts.benchmarks.gpu.case import (
     Case,
     Result,
@@ -36,7 +35,7 @@ def message(case: Case) -> Iterator[Result]:
     job = ready(case, "--data", pack, "--batch-size", "32")
     found = job.trainer.message
     for batches in first_batches(job, 2):
-        train_step(job.trainer, batches, 32)  # code that replaces a view does so in a step
+        job.trainer.step(batches, 32)  # code that replaces a view does so in a step
     tensor = found.tensor
     parameters = [p for p in job.trainer.model.parameters() if p.requires_grad]
     inside = sum(within(p, found.weights) and p.grad is None for p in parameters)

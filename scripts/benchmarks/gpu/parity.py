@@ -1,6 +1,6 @@
 """Gradients of a step against the same step in float64 on the CPU.
 
-The error is |g - g64| / |g64| over the whole gradient vector, after one train_step from the same
+The error is |g - g64| / |g64| over the whole gradient vector, after one step from the same
 weights on the same images. The networks are smooth: softplus replaces ReLU, and average pooling
 max pooling. With ReLU, a value near zero that rounds to the other side switches a whole path of the
 gradient, and the error is arbitrary: on a CPU it is 8e-4 for float32 on the digits network and
@@ -19,7 +19,6 @@ from torch import nn
 
 from hpctrain.models import build
 from hpctrain.parallel.device import torch_settings
-from hpctrain.training.step import train_step
 from scripts.benchmarks.gpu.case import (
     Case,
     Result,
@@ -63,7 +62,7 @@ def gradient(case: Case, pack: str, network: str, precision: str, device: str) -
     flags = ["--data", pack, "--model", f"{__name__}:{network}", "--precision", precision]
     with torch_settings(precision):
         job = ready(case, *flags, "--batch-size", str(ROWS), "--normalize", "pack", device=device)
-        train_step(job.trainer, first_batches(job)[0], ROWS)
+        job.trainer.step(first_batches(job)[0], ROWS)
         return job.trainer.message.gradients.double().cpu()
 
 

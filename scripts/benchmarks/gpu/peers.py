@@ -26,7 +26,6 @@ from hpctrain.parallel.memory import zeros_for_messages
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.parallel.transport import Pinned
 from hpctrain.training.setup import Job
-from hpctrain.training.step import train_step
 from scripts.benchmarks.gpu.case import (
     CLASSES,
     Case,
@@ -104,7 +103,7 @@ def stepping(job: Job, batches: list[list[Batch]]) -> Callable[[int], object]:
 
     def step(number: int) -> None:
         batch = batches[number % BATCHES]
-        train_step(job.trainer, batch, len(batch[0].targets))
+        job.trainer.step(batch, len(batch[0].targets))
 
     return step
 

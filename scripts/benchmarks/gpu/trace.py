@@ -19,7 +19,6 @@ import torch
 from hpctrain.errors import first_line
 from hpctrain.parallel.message import Report
 from hpctrain.training.setup import Job
-from hpctrain.training.step import train_step
 from scripts.benchmarks.gpu.case import (
     Case,
     Result,
@@ -61,7 +60,7 @@ def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], Repo
     (batches,) = first_batches(job)
 
     def step() -> Report:
-        train_step(job.trainer, batches, BATCH)
+        job.trainer.step(batches, BATCH)
         return job.trainer.message.report()
 
     for _ in range(WARM):
