@@ -6,7 +6,7 @@ after its checkpoint, then appends another line of kind "run". JSON has no NaN a
 8259): such a number is recorded as null, and ``nonfinite`` lists the names of these fields.
 
 **To add a field**, add a line to `FIELDS` and pass the value where the record is made (for steps
-``Recorder.step`` in training/steps.py). `scalar` makes TensorBoard show it, `label` makes ``plot``
+``Recorder.step`` in training/loop.py). `scalar` makes TensorBoard show it, `label` makes ``plot``
 draw a panel of it, `deterministic` makes ``compare`` compare it. No other change is needed.
 """
 

@@ -36,8 +36,8 @@ from hpctrain.report.recorder import RecordFile
 from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
+from hpctrain.training.run import Progress
 from hpctrain.training.setup import Job
-from hpctrain.training.state import Progress
 from hpctrain.typed import parse_json
 from hpctrain.watchdog import HEARTBEATS, remove_heartbeats
 

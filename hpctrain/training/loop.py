@@ -1,20 +1,33 @@
-"""The training loop: epochs of steps, and the work between two steps."""
+"""The training loop: epochs of steps, what their totals say, and the work between two steps.
+
+On GPUs the host starts a step before it reads the totals of the previous one (`Trainer.in_flight`):
+then they are checked, recorded and acted upon.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from contextlib import closing
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from hpctrain.data.split import Bad
+from hpctrain.data.split import Bad, describe_first
+from hpctrain.errors import Failure, RunError
 from hpctrain.fault import fault
 from hpctrain.parallel.device import hardware_key
+from hpctrain.parallel.message import Report, Totals
+from hpctrain.parallel.mpi import agreed, allgather, call_on_all, minimum
+from hpctrain.streams import current_stream, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.state import Run
-from hpctrain.training.steps import PendingStep, PendingSteps, compare_ranks
+from hpctrain.training.reading import order_of
+from hpctrain.training.run import EndReason, NonFinite, Run
+from hpctrain.training.trainer import MOST_LISTED, as_hex, describe_divergence
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
 
@@ -130,3 +143,188 @@ def save_checkpoint(run: Run) -> None:
         "key": hardware_key(trainer.message.device),
     }
     run.writer.save(run.state.step, trainer.state(), {**known, **run.state.to_json()})
+
+
+def check(run: Run, totals: Totals, step: int, rows: int) -> None:
+    """Check the totals of `step`, planned with `rows` samples. Collective if one is wrong.
+
+    Raises NonFinite, or RunError for totals that must not occur; all ranks see the same totals and
+    raise the same error.
+    """
+    where = f"step {step} (epoch {run.state.epoch + 1})"
+    if not totals.finite:
+        if bad := find_bad_image(run, step):
+            raise agreed(NonFinite(f"{bad}; the weights of step {step - 1}, before it, are kept"))
+        what, ranks = "the gradient", ""
+        finite = allgather(run.comm, math.isfinite(totals.own))
+        if nonfinite := [rank for rank, is_finite in enumerate(finite) if not is_finite]:
+            what, ranks = "the loss", f" on rank {listed(nonfinite, MOST_LISTED)}"
+        raise agreed(
+            NonFinite(
+                f"{what} of {where} is not finite{ranks}; the weights of step {step - 1} are kept."
+                " A lower --lr or --clip-norm may help"
+            )
+        )
+    if totals.irregular:
+        raise agreed(RunError(f"a batch-norm layer did not run exactly once in {where}"))
+    if totals.rows != rows:
+        raise agreed(RunError(f"step {step} summed {totals.rows} rows, but the plan has {rows}"))
+
+
+def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
+    """Return the seconds of a step by activity of its slowest rank, and that rank.
+
+    The time that rank 0 waited for the slowest rank in the reduction is not counted as reduction.
+    """
+    busy = totals.data + totals.compute
+    slowest = int(busy.argmax())
+    return {
+        "data": float(totals.data[slowest]),
+        "compute": float(totals.compute[slowest]),
+        "reduce": max(0.0, reducing - float(busy[slowest] - busy[0])),
+        "idle": float(busy[slowest] - busy.mean()),
+    }, slowest
+
+
+class PendingStep(NamedTuple):
+    """A step that was started and whose totals have not been read yet."""
+
+    step: int
+    rows: int
+    rate: float
+    report: Report
+
+
+class PendingSteps:
+    """The steps that were started and whose totals have not been read yet, oldest first.
+
+    A step's time is measured on the device, from the end of the previous step to its own end; it
+    does not depend on when the host reads the totals.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._steps: deque[PendingStep] = deque()
+        self.restart_clock()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def newest(self) -> int:
+        """The step that was started last."""
+        return self._run.state.step + len(self._steps)
+
+    def restart_clock(self) -> None:
+        """Measure the time of the next step from now."""
+        self._since = record_event(self._run.job.trainer.message.device, timing=True)
+
+    def append(self, step: PendingStep) -> None:
+        """Add the step that was started last."""
+        self._steps.append(step)
+
+    def drain(self, left: int = 0) -> None:
+        """Read, check and record the totals of the oldest steps until `left` steps are pending.
+
+        Raises as `check` does.
+        """
+        run, state = self._run, self._run.state
+        while len(self._steps) > left:
+            step, rows, rate, report = self._steps.popleft()
+            doing(f"recording step {step}")
+            totals = report.totals()
+            check(run, totals, step, rows)
+            state.step = step
+            seconds, self._since = self._since.elapsed_time(report.ended) / 1000, report.ended
+            record_step(run, totals, rate, seconds)
+            if totals.stop:  # even if also preempted in the same step
+                state.ended = EndReason.STOP
+            elif totals.preempted and not state.ended:
+                state.ended = EndReason.PREEMPTED
+            state.save |= totals.save > 0
+
+
+def find_bad_image(run: Run, step: int) -> str | None:
+    """Describe the first image of a step of this epoch that is corrupt or not finite. Collective.
+
+    Returns the reason if they cannot be read, and None if all can be used.
+    """
+    job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
+    doing(f"reading the images of step {step} again")
+    current_stream(job.trainer.message.device).synchronize()  # ends all communication in progress
+    order = order_of(job.plan, job.loader.split)  # the loader's own is in use
+    number = step - 1 - epoch * partition.steps
+    indices = [
+        order.samples(
+            epoch, shard, number * partition.shares[shard], partition.count(number, shard)
+        )
+        for shard in job.loader.shards
+    ]
+    split = job.loader.split
+
+    def find() -> Bad:
+        bad = Bad()
+        for rows in indices:
+            split.gather(rows, np.empty((len(rows), *split.image_shape), split.dtype), bad=bad)
+            split.read_labels(rows, bad)
+        return bad
+
+    try:
+        return describe_first(allgather(run.comm, call_on_all(run.comm, find)))
+    except Failure as error:
+        return f"the images of step {step} cannot be read again: {error}"
+
+
+def compare_ranks(run: Run) -> None:
+    """Compare the digests of the state of all ranks, and record it once a step. Collective.
+
+    The state is that after the last recorded step; nothing is saved or validated before this.
+    Raises the same RunError on all ranks, with the ranks and tensors that differ.
+    """
+    state, comm, trainer = run.state, run.comm, run.job.trainer
+    digest = int(trainer.checksum())
+    smallest, largest = minimum(comm, digest, ~digest)
+    if smallest != ~largest:
+        held = allgather(comm, trainer.checksums())
+        differ = [
+            name.removeprefix("model.")
+            for name in held[0]
+            if len({each.get(name) for each in held}) > 1
+        ]
+        who = describe_divergence(allgather(comm, digest), state.step)
+        raise agreed(RunError(f"{who}; they differ in {listed(differ, 3)}"))
+    if state.compared < state.step:
+        run.recorder.digest(state.step, as_hex(digest))
+        state.compared = state.step
+
+
+def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
+    """Record a step, and add it to the chain of figures, the sums of the epoch and the clocks."""
+    state = run.state
+    shares, slowest = time_shares(totals, run.job.trainer.clock.reduce)
+    figures: dict[str, Any] = {
+        "epoch": state.epoch + 1,
+        "step": state.step,
+        "loss": totals.mean_loss,
+        "accuracy": totals.correct / totals.rows if run.job.task.classes else None,
+        "learning_rate": rate,
+    }
+    state.add(figures)
+    loss, correct, rows, spent = state.sums
+    state.sums = (
+        loss + totals.loss,
+        correct + totals.correct,
+        rows + totals.rows,
+        spent + seconds,
+    )
+    state.weight += totals.weight
+    if run.writer:
+        run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
+    run.control.slowest_step = max(run.control.slowest_step, seconds)
+    run.recorder.step(
+        **figures,
+        images_per_second=totals.rows / seconds,
+        seconds={**shares, "total": seconds},
+        slowest_rank=slowest,
+        rows=totals.rows,
+    )

@@ -42,11 +42,17 @@ from hpctrain.training.folder import (
     open_run_folder,
     run_facts,
 )
-from hpctrain.training.loop import save_checkpoint, train_epochs
+from hpctrain.training.loop import compare_ranks, save_checkpoint, train_epochs
 from hpctrain.training.reading import require_validation
+from hpctrain.training.run import (
+    CannotContinue,
+    EndReason,
+    NonFinite,
+    Progress,
+    Run,
+    restore,
+)
 from hpctrain.training.setup import Job, set_up
-from hpctrain.training.state import EndReason, Progress, Run, restore
-from hpctrain.training.steps import CannotContinue, NonFinite, compare_ranks
 from hpctrain.training.validate import (
     choose_network,
     describe_network,

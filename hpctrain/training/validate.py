@@ -23,8 +23,7 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.report.find import best_file, evaluation_file
 from hpctrain.training.reading import FIRST_ROWS
-from hpctrain.training.state import EndReason, Run, read_on_all
-from hpctrain.training.steps import CannotContinue
+from hpctrain.training.run import CannotContinue, EndReason, Run, read_on_all
 from hpctrain.watchdog import doing
 
 SHOWN = 10  # images in the picture of a denoising run, of the first that every copy holds

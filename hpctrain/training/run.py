@@ -1,6 +1,6 @@
-"""The state of a run: its progress, figures and best network, in memory and in a checkpoint.
+"""A run: all that the loop works with, its progress, and why it ends; restored from a checkpoint.
 
-Nothing in it depends on ranks.
+What a checkpoint holds does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hpctrain.config import Interval
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.models.weights import is_written
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
@@ -30,6 +30,14 @@ from hpctrain.training.trainer import Trainer, chain
 
 if TYPE_CHECKING:
     from hpctrain.training.folder import PreviousLaunch
+
+
+class CannotContinue(RunError):
+    """Training cannot continue; all ranks hold the valid state of the last recorded step."""
+
+
+class NonFinite(CannotContinue):
+    """Loss or gradient became NaN or infinite; the weights are those of the previous step."""
 
 
 class EndReason(StrEnum):
