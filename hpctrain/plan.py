@@ -120,8 +120,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
     """Resolve the plan of a first launch. Raises UsageError if the numbers are inconsistent."""
     model = model_name(config, facts.image_shape)
     loads, shards = worker_loads(config.worker_load), shard_count(config, facts.ranks)
-    runs = assign_shards(shards, facts.ranks, loads)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.min_samples)
+    runs = assign_shards(shards, facts.ranks, loads)
     row_bytes = facts.buffered_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = facts.block_rows or -(-READ_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard

@@ -104,8 +104,9 @@ def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) 
     Raises UsageError if this is impossible in a full step or the last one.
     """
     batch_size = min(batch_size, samples)
-    shares, rest = even_shares(batch_size, shards), samples % batch_size or batch_size
-    last = cut_last_step(rest, shares, min_samples) if shares[-1] >= max(min_samples, 1) else None
+    rest, fits = samples % batch_size or batch_size, batch_size // shards >= max(min_samples, 1)
+    shares = even_shares(batch_size, shards) if fits else ()  # there may be 10^12 that do not fit
+    last = cut_last_step(rest, shares, min_samples) if fits else None
     if last is None:
         why = " (the model normalizes one value per image and channel)" if min_samples > 1 else ""
         raise UsageError(
