@@ -173,8 +173,12 @@ def restore(
         notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")
     best = best_file(earlier.folder, state.best.step)
     if state.best.step and not call_on_root(comm, lambda: is_written(best, saved["best_sha256"])):
-        notes.append(f"{best} is not what the checkpoint names: the best of what follows is kept")
-        state.best, state.best_loss = NOTHING, math.inf
+        raise agreed(
+            UsageError(
+                f"{best} is not the best network that {checkpoint.path} names: put it back, or"
+                " remove this checkpoint to go on from the one before"
+            )
+        )
     return notes
 
 
