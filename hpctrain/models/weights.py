@@ -127,15 +127,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
     return tensors, known, sha256
 
 
-def is_written(path: Path, sha256: str) -> bool:
-    """Whether the file of this SHA-256 is there; its tensors are not read."""
-    try:
-        with safe_open(path, "pt") as opened:
-            return (opened.metadata() or {}).get(SHA256) == sha256
-    except (OSError, SafetensorError):
-        return False
-
-
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
     found = hashlib.sha256(text.encode())
     for name in sorted(tensors):

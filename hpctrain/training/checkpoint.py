@@ -41,6 +41,7 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     path: Path
+    best: str  # SHA-256 of the best network so far, if any
 
     def follows(self, epochs: float, validated: float) -> bool:
         """Whether its epoch and last validation are at most `epochs` and `validated`."""
@@ -48,7 +49,7 @@ class Checkpoint:
         return all(not isinstance(value, int) or value <= most for value, most in pairs)
 
     def tensors(self) -> Tensors:
-        """Read the tensors into host memory. Raises UsageError if they cannot be read."""
+        """Read the tensors into host memory. Raises UsageError or RunError if that fails."""
         try:
             return read_tensors(self.path)[0]
         except OSError as error:
@@ -222,8 +223,30 @@ def verify(run: Path, step: int) -> Checkpoint:
             f"{path} has format {known['format']}, this hpctrain knows {FORMAT}: use the hpctrain"
             " that wrote it"
         )
-    return Checkpoint(step, known["state"] | {"best_sha256": known["best"]}, path)
+    return Checkpoint(step, known["state"], path, known["best"])
+
+
+def has_best(path: Path, sha256: str) -> bool:
+    """Whether the best network is there, with this SHA-256.
+
+    Raises UsageError if the file holds anything else, and RunError if it cannot be read.
+    """
+    found = None
+    try:
+        found = read_tensors(path)[2]
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except CorruptFile:
+        pass
+    if found != sha256:
+        raise UsageError(
+            f"{path} is not the network that the checkpoint names (SHA-256 {sha256[:16]}...): put"
+            " it back, or remove it, and the best of what follows is kept"
+        )
+    return True
 
 
 def _unreadable(path: Path, error: OSError) -> RunError:
-    return RunError(f"checkpoint {path} cannot be read: {error.strerror}; it may be whole")
+    return RunError(f"{path} cannot be read: {error.strerror}; it may be whole")

@@ -17,13 +17,12 @@ import torch
 
 from hpctrain.config import Interval
 from hpctrain.errors import RunError, UsageError
-from hpctrain.models.weights import is_written
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import best_file
 from hpctrain.report.recorder import Recorder
-from hpctrain.training.checkpoint import Tensors, Writer
+from hpctrain.training.checkpoint import Tensors, Writer, has_best
 from hpctrain.training.control import Control
 from hpctrain.training.setup import Job
 from hpctrain.training.trainer import Trainer, chain
@@ -141,9 +140,6 @@ class Run:
     folder: Path = Path()
 
 
-Shapes = dict[str, tuple[torch.Size, torch.dtype]]
-
-
 def restore(
     earlier: PreviousLaunch | None, trainer: Trainer, state: Progress, comm: Comm
 ) -> list[str]:
@@ -172,13 +168,9 @@ def restore(
     if earlier.plan.deterministic and saved.get("key") != here:
         notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")
     best = best_file(earlier.folder, state.best.step)
-    if state.best.step and not call_on_root(comm, lambda: is_written(best, saved["best_sha256"])):
-        raise agreed(
-            UsageError(
-                f"{best} is not the best network that {checkpoint.path} names: put it back, or"
-                " remove this checkpoint to go on from the one before"
-            )
-        )
+    if state.best.step and not call_on_root(comm, lambda: has_best(best, checkpoint.best)):
+        notes.append(f"{best} is gone: the best of what follows is kept")
+        state.best, state.best_loss = NOTHING, math.inf
     return notes
 
 

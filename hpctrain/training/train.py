@@ -171,8 +171,7 @@ def open_run(
     )
     call_on_all(comm, lambda: keep_in(folder / HEARTBEATS))
     mine = folder if comm.rank == 0 else None
-    left = earlier.checkpoint.state if earlier and earlier.checkpoint else {}
-    best = left.get("best_sha256", "")
+    best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
     with (
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.support import nets
+from tests.support import nets, ranks
 from tests.support.api import plan_to_continue
 from tests.support.launches import (
     change_lines,
@@ -23,7 +23,7 @@ from tests.support.launches import (
     run_of,
 )
 from tests.support.short import ROWS, records, short_run
-from tests.support.spoil import flip_each_bit
+from tests.support.spoil import flip_each_bit, spoil
 
 CASES = {
     "sgdm": {},
@@ -399,6 +399,30 @@ def test_a_run_that_patience_ended_continues_when_extended_even_if_killed_at_onc
     assert launch(settings, epochs=3, leave="evaluation.begun").step == 6
     assert launch(settings, epochs=3).step == 6, "one more validation, which is no better"
     assert records(settings, "end")[-1]["status"] == "done"
+
+
+def damage_the_best(comm, settings):
+    """Train; the best network, that of step 3, is damaged while the run goes on."""
+
+    def go_on(record):
+        if record["step"] == 9:
+            spoil(run_of(settings) / "best-00000003.safetensors", "flipped")
+
+    with pytest.raises(hp.RunError) as caught:
+        hp.train(hp.Config(**settings), on_evaluation=go_on)
+    return str(caught.value)
+
+
+def test_a_best_network_that_is_damaged_while_a_run_goes_on_loses_nothing_else(settings):
+    settings |= {**NEVER_BETTER, "validate_every": "3steps", "final": "best"}
+    for said in ranks.on_ranks(2, damage_the_best, settings=settings):
+        assert "best-00000003.safetensors is not what was written" in said
+    assert records(settings, "end")[-1]["status"] == "failed"
+    refused = launch(settings)
+    assert refused.code == 2 and "or remove it" in refused.error
+    (run_of(settings) / "best-00000003.safetensors").unlink()
+    assert launch(settings).code == 0
+    assert records(settings, "end")[-1]["steps"] == 14
 
 
 def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(settings):
