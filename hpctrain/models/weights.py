@@ -1,4 +1,4 @@
-"""Tensors and what is known of them as safetensors files: networks and checkpoints.
+"""Tensors and metadata as safetensors files: networks and checkpoints.
 
 Reading the format executes no code (https://github.com/huggingface/safetensors). Its own library
 reads the files. They are written here, as a stream into a file of ours: the library's writer makes
@@ -68,14 +68,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, Any], point: str = ""
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], point: str = ""
 ) -> str:
-    """Write a file of tensors and what is `known` of them (values for JSON), atomically.
+    """Write a file of tensors and `metadata` (values for JSON), atomically.
 
-    Equal tensors and values give equal bytes. Returns the SHA-256; fault points begin
-    with `point`. Raises OSError.
+    Equal tensors and metadata give equal bytes. Returns the SHA-256; fault points begin with
+    `point`. Raises OSError.
     """
-    text = json.dumps({**known, ORDER: list(tensors)}, sort_keys=True)
+    text = json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)
     sha256 = _digest(tensors, text)
     header: dict[str, object] = {"__metadata__": {ENTRY: text, SHA256: sha256}}
     # By decreasing element size, so that every tensor is aligned.
@@ -95,11 +95,11 @@ def write_tensors(
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
-    """Read the tensors of a file, what is known of them, and the SHA-256 (None: it has none).
+    """Read the tensors of a file, its metadata, and its SHA-256 (None: it has none).
 
-    Tensors are in the order in which they were written; those of other programs, of which nothing
-    is known, are sorted by name. Raises OSError, or CorruptFile if the file was cut short, is of
-    another format, or does not match its SHA-256.
+    Tensors are in the order in which they were written. Those of another program's file are sorted
+    by name, and its metadata are empty. Raises OSError, or CorruptFile if the file was cut short,
+    is of another format, or does not match its SHA-256.
     """
     with open(path, "rb") as file:  # the library's errors have no reason
         size = file.seek(0, 2)
@@ -109,7 +109,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
             tensors = {name: opened.get_tensor(name).clone() for name in sorted(opened.keys())}
             entries = opened.metadata() or {}
         text = entries.get(ENTRY, "{}")
-        known = typed(parse_json(text), dict[str, Any], f"its entry {ENTRY!r}")
+        metadata = typed(parse_json(text), dict[str, Any], f"its entry {ENTRY!r}")
     except (SafetensorError, ValueError) as error:
         raise CorruptFile(
             f"{path} is no safetensors file, or was cut short ({size:,} bytes): {error}"
@@ -121,10 +121,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
             f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
             f" without the metadata entry {SHA256!r})"
         )
-    names = known.pop(ORDER, None)
+    names = metadata.pop(ORDER, None)
     if isinstance(names, list) and set(map(str, names)) == set(tensors):
         tensors = {name: tensors[name] for name in names}
-    return tensors, known, sha256
+    return tensors, metadata, sha256
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:

@@ -148,17 +148,17 @@ class Writer:
         write_tensors(_file(self.folder, step), tensors, known, "checkpoint")
         for old in checkpoint_steps(self.folder)[: -self.keep]:
             _file(self.folder, old).unlink()
-        kept, best = checkpoint_steps(self.folder), best_steps(self.run)
-        named = {max((b for b in best if b <= each), default=0) for each in kept}
-        for unused in {*best} - named:
-            best_file(self.run, unused).unlink()
+        kept, there = checkpoint_steps(self.folder), best_steps(self.run)
+        named = {max((best for best in there if best <= each), default=0) for each in kept}
+        for unnamed in {*there} - named:
+            best_file(self.run, unnamed).unlink()
 
 
 def make_ready(run: Path, step: int, best: int) -> None:
-    """Prepare a run's folder for checkpoints. Raises OSError.
+    """Prepare a run's folder to resume after `step`, with the best network of `best`.
 
-    Removes temporary files of killed writers, checkpoints after `step`, which were skipped, and
-    networks that were better than that of the step `best` in what is now repeated.
+    Removes temporary files of killed writers, and checkpoints and best networks of later steps:
+    those were skipped, and will be trained again. Raises OSError.
     """
     folder = run / CHECKPOINTS
     folder.mkdir(exist_ok=True)

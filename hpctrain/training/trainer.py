@@ -223,7 +223,7 @@ class Trainer:
         """
         found = torch.zeros((), dtype=torch.int64, device=self.message.device)
         for tensor in self.state().values():
-            found = found * FACTOR + checksum(tensor)
+            found = found * FACTOR + tensor_checksum(tensor)
         return found
 
     def checksums(self) -> dict[str, int]:
@@ -233,7 +233,7 @@ class Trainer:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in NETWORK}
         named = (*model.named_parameters(), *model.named_buffers())
         tensors |= {f"model.{name}": tensor for name, tensor in named}
-        return {name: int(checksum(tensor)) for name, tensor in tensors.items()}
+        return {name: int(tensor_checksum(tensor)) for name, tensor in tensors.items()}
 
     def digest(self, figures: str) -> str:
         """Return the digest of a run (hex): model and optimizer state, chain of `figures`."""
@@ -302,7 +302,7 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> Any:
     return found
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
+def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum over i of word i x ((i x FACTOR) | 1), modulo 2^64, as an int64 on the device.
 
     The words are the bits of the elements, in the order of `flatten`. The order of additions does

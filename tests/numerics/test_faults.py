@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import hpctrain as hp
-from tests.support.api import IN_FLIGHT, checksum
+from tests.support.api import IN_FLIGHT, tensor_checksum
 from tests.support.short import digest, records
 
 OPTIMIZERS = {
@@ -98,6 +98,6 @@ def test_a_checksum_shows_a_flipped_bit_and_values_that_change_places(dtype, len
     bits = torch.arange(length) % 7 > 2
     changed, place = bits.clone(), data.draw(some.integers(0, length - 1))
     changed[place] = ~changed[place]
-    found, moved = checksum(bits.to(dtype)), bits.roll(place)
-    assert checksum(bits.to(dtype)) == found != checksum(changed.to(dtype))
-    assert (checksum(moved.to(dtype)) == found) == torch.equal(moved, bits)
+    found, moved = tensor_checksum(bits.to(dtype)), bits.roll(place)
+    assert tensor_checksum(bits.to(dtype)) == found != tensor_checksum(changed.to(dtype))
+    assert (tensor_checksum(moved.to(dtype)) == found) == torch.equal(moved, bits)

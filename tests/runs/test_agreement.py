@@ -41,6 +41,23 @@ def test_other_versions_are_named_with_their_values(settings):
     assert refused.error == text
 
 
+def test_a_buffer_that_differs_before_the_first_step_is_refused(settings):
+    """No sum over ranks would change it; it may come from a file that only some hosts have."""
+
+    def another(patch):
+        init = nets.OneLayer.__init__
+
+        def with_buffer(self, image_shape, classes):
+            init(self, image_shape, classes)
+            self.register_buffer("offset", torch.tensor(float(cluster.launched_rank() == LAST)))
+
+        patch.setattr(nets.OneLayer, "__init__", with_buffer)
+
+    refused = launch(settings | {"model": "tests.support.nets:OneLayer"}, first=another)
+    assert refused.code == 2 and not run_of(settings).exists()
+    assert refused.error.startswith("the model's fixed state differs between ranks: ")
+
+
 def fail_on(ranks):
     def fail(patch):
         if cluster.launched_rank() in ranks:

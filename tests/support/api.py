@@ -117,9 +117,9 @@ from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
-from hpctrain.training.trainer import checksum
+from hpctrain.training.trainer import tensor_checksum
 
-__all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient", "make_gradients"]
+__all__ += ["IN_FLIGHT", "check_repeats", "clip_gradient", "make_gradients", "tensor_checksum"]
 
 
 def make_gradients(model, message, compiled=False, recorder=None):
