@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 from hpctrain.cluster import job_end, received_signal
-from hpctrain.config import Config, Interval, checkpoint_interval, duration
+from hpctrain.config import Config, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.watchdog import doing
@@ -140,11 +140,10 @@ def deadline(limit: str | None) -> tuple[float | None, str | None]:
 
 
 class TimeLimits(NamedTuple):
-    """The time limits of a run, and the interval of its checkpoints."""
+    """The time limits of a run."""
 
     timeout: float  # seconds without progress after which a rank counts as hung
     ends: float | None  # deadline of the run, in seconds since 1970
-    checkpoints: Interval
     note: str | None = None  # why the deadline may be incomplete
 
 
@@ -152,7 +151,7 @@ def read_times(config: Config) -> TimeLimits:
     """Parse the settings about time. Raises UsageError if one is invalid."""
     timeout = duration(config.hang_timeout, "--hang-timeout")
     ends, note = deadline(config.time_limit)
-    return TimeLimits(timeout, ends, checkpoint_interval(config.checkpoint_every), note)
+    return TimeLimits(timeout, ends, note)
 
 
 def request_stop(folder: Path) -> None:

@@ -27,7 +27,7 @@ from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.hosts import describe_hosts
 from hpctrain.parallel.memory import memory_of
-from hpctrain.parallel.mpi import Comm, library
+from hpctrain.parallel.mpi import library
 from hpctrain.plan import Plan, describe_shares, read_config, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
@@ -36,19 +36,18 @@ from hpctrain.report.recorder import RecordFile
 from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
-from hpctrain.training.run import Progress
-from hpctrain.training.setup import Job
+from hpctrain.training.run import Run
 from hpctrain.typed import parse_json
 from hpctrain.watchdog import HEARTBEATS, remove_heartbeats
 
 
-def make_run_folder(job: Job, lock: RunLock) -> Path:
+def make_run_folder(run: Run, lock: RunLock) -> Path:
     """Create the run's folder with its configuration and plan, and lock it.
 
     The folder is created atomically; an existing one is never reused.
     """
-    runs = Path(job.config.runs_dir)
-    for name in [job.config.run] if job.config.run else names(job):
+    runs = Path(run.config.runs_dir)
+    for name in [run.config.run] if run.config.run else names(run):
         folder = runs / name
         temporary = temporary_name(folder)
         try:
@@ -57,7 +56,7 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
             for left in left_behind(folder):
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
-            write_settings(job, temporary)
+            write_settings(run, temporary)
             make_ready(temporary, 0, 0)
             (temporary / HEARTBEATS).mkdir()  # by rank 0 only
             lock.take(temporary)  # before the rename: another launch must not lock it first
@@ -76,25 +75,25 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
     )
 
 
-def write_settings(job: Job, folder: Path) -> None:
+def write_settings(run: Run, folder: Path) -> None:
     """Write the configuration and the plan. Raises OSError."""
-    for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
+    for name, text in (("config.toml", to_toml(run.config)), ("plan.json", run.plan.to_json())):
         write_whole(folder / name, text.rstrip() + "\n")
 
 
-def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
-    """Prepare the folder of an earlier launch to resume after step `state.step`.
+def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
+    """Prepare the folder of an earlier launch to resume after the step that was restored.
 
     If that launch crashed, the crash is recorded as its end.
     """
-    folder = earlier.folder
+    folder, state = earlier.folder, run.progress
     try:
         truncate_record(folder, state.step, state.epoch, state.validated)
         if earlier.crash:
             record = RecordFile(folder / FILE_NAME)
             record.write({"kind": "end", **earlier.crash._asdict()})
             record.close()
-        write_settings(job, folder)
+        write_settings(run, folder)
         remove_heartbeats(folder / HEARTBEATS)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()
@@ -105,63 +104,63 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
     return folder
 
 
-def names(job: Job) -> Iterator[str]:
+def names(run: Run) -> Iterator[str]:
     """Yield time and model as a name, then numbered ones for runs begun in the same second."""
-    model = Path(job.plan.model).name.replace(":", ".")
+    model = Path(run.plan.model).name.replace(":", ".")
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
     yield base
     yield from (f"{base}-{number}" for number in range(2, 1000))
 
 
-def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
+def run_facts(run: Run) -> dict[str, object]:
     """Return the first line of the record. Collective."""
-    hosts, host_ranks, host_cores = describe_hosts(comm)
-    memory = memory_of(job.trainer.message.device)
+    hosts, host_ranks, host_cores = describe_hosts(run.comm)
+    memory = memory_of(run.trainer.message.device)
     return {
-        "name": folder.name,
-        "folder": str(folder),
-        "model": job.plan.model,
-        "parameters": sum(p.numel() for p in job.trainer.model.parameters()),
-        "ranks": comm.size,
+        "name": run.folder.name,
+        "folder": str(run.folder),
+        "model": run.plan.model,
+        "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
+        "ranks": run.comm.size,
         "hosts": hosts,
         "host_ranks": host_ranks,
         "host_cores": host_cores,
-        "shards": job.plan.shards,
-        "device": job.plan.device,
-        "transport": job.transport.name,
-        "transport_reason": job.transport.reason,
+        "shards": run.plan.shards,
+        "device": run.plan.device,
+        "transport": run.transport.name,
+        "transport_reason": run.transport.reason,
         "memory": memory.name,
         "memory_reason": memory.reason,
-        "overlap": job.config.overlap,
-        "threads": job.plan.threads,
-        "precision": job.plan.precision,
-        "comm_dtype": job.plan.comm_dtype,
-        "staged": bool(job.config.stage),
-        "deterministic": job.plan.deterministic,
-        "batch_size": job.plan.batch_size,
-        "rank_shares": describe_shares(job.plan),
-        "epochs": job.plan.epochs,
-        "steps_per_epoch": job.plan.steps_per_epoch,
-        "learning_rate": job.plan.learning_rate,
-        "rows": {name: split.samples for name, split in job.pack.splits.items()},
-        "settings": chosen(job),
-        "pack": job.pack.path,
-        "pack_uuid": job.pack.uuid,
-        "plan": job.plan.digest(),
-        "key": hardware_key(job.trainer.message.device),
-        "init": job.init.facts() if job.init else None,
+        "overlap": run.config.overlap,
+        "threads": run.plan.threads,
+        "precision": run.plan.precision,
+        "comm_dtype": run.plan.comm_dtype,
+        "staged": bool(run.config.stage),
+        "deterministic": run.plan.deterministic,
+        "batch_size": run.plan.batch_size,
+        "rank_shares": describe_shares(run.plan),
+        "epochs": run.plan.epochs,
+        "steps_per_epoch": run.plan.steps_per_epoch,
+        "learning_rate": run.plan.learning_rate,
+        "rows": {name: split.samples for name, split in run.pack.splits.items()},
+        "settings": chosen(run),
+        "pack": run.pack.path,
+        "pack_uuid": run.pack.uuid,
+        "plan": run.plan.digest(),
+        "key": hardware_key(run.trainer.message.device),
+        "init": run.init.facts() if run.init else None,
         "mpi": library(),
         "torch": torch.__version__,
         "hpctrain": __version__,
     }
 
 
-def chosen(job: Job) -> dict[str, object]:
+def chosen(run: Run) -> dict[str, object]:
     """Return the hyperparameters for the record.
 
     These are a fixed set, and all settings that affect the results and are not at their defaults.
     """
-    plan, default = job.plan, Config()
+    plan, default = run.plan, Config()
     always = {
         "model": plan.model,
         "optimizer": plan.optimizer,
@@ -171,7 +170,7 @@ def chosen(job: Job) -> dict[str, object]:
     }
     given = {
         name: value
-        for name, value in dataclasses.asdict(job.config).items()
+        for name, value in dataclasses.asdict(run.config).items()
         if value != getattr(default, name) and (name not in FREE or name in ("data", "epochs"))
     }
     return {**given, **always}

@@ -34,13 +34,13 @@ from hpctrain.watchdog import doing
 
 def train_epochs(run: Run) -> None:
     """Train from the current step to the last epoch, or until the run ends early. Collective."""
-    job, state, per_epoch = run.job, run.state, run.job.plan.steps_per_epoch
+    plan, state, per_epoch = run.plan, run.progress, run.plan.steps_per_epoch
     pending = PendingSteps(run)
     if state.step and validation_due(run, state.step) and state.validated < state.step:
         compare_ranks(run)
         validate(run)  # the previous launch was preempted during it
-    with closing(job.loader) as loader:
-        while state.epoch < job.plan.epochs and not state.ended:
+    with closing(run.loader) as loader:
+        while state.epoch < plan.epochs and not state.ended:
             first = state.step - state.epoch * per_epoch
             pending.restart_clock()
             doing(f"reading for step {state.step + 1}")
@@ -53,11 +53,11 @@ def train_epochs(run: Run) -> None:
                 if bad:  # then this step does not count, on any rank: `check` names the images
                     for batch in batches:
                         batch.images.fill_(torch.nan)
-                rows = job.plan.partition.total(number)
-                rate = learning_rate(job.config, job.plan, step - 1)
+                rows = plan.partition.total(number)
+                rate = learning_rate(run.config, plan, step - 1)
                 flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
-                report = job.trainer.step(batches, rows, flags, wait, rate)
+                report = run.trainer.step(batches, rows, flags, wait, rate)
                 pending.append(PendingStep(step, rows, rate, report))
                 finish_step(run, pending)
                 fault("step.done")
@@ -75,12 +75,12 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     they are read first if the work needs them. All ranks read them at the same point, so all
     decide alike.
     """
-    state, plan, step = run.state, run.job.plan, pending.newest
+    state, plan, step = run.progress, run.plan, pending.newest
     last = step % plan.steps_per_epoch == 0
     validates = validation_due(run, step)
     saves = run.checkpoints.follows(step, plan.steps_per_epoch)
     needed = last or validates or saves  # known to all ranks in advance
-    pending.drain(0 if needed else run.job.trainer.in_flight)
+    pending.drain(0 if needed else run.trainer.in_flight)
     if state.ended or state.save:
         pending.drain()
     if pending:
@@ -98,10 +98,10 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
 
 def end_epoch(run: Run) -> None:
     """Record an epoch after its last step."""
-    state = run.state
+    state = run.progress
     loss, correct, rows, seconds = state.sums
     loss /= state.weight or rows
-    accuracy = correct / rows if run.job.task.classes else None
+    accuracy = correct / rows if run.task.classes else None
     state.epoch += 1
     if state.epoch == 1:
         note_unused(run)
@@ -118,7 +118,7 @@ def end_epoch(run: Run) -> None:
 
 def note_unused(run: Run) -> None:
     """Note the parameters whose gradient was zero in the last step, if any."""
-    message = run.job.trainer.message
+    message = run.trainer.message
     segments = message.layout.segments
     reached = torch.stack([message.gradients[each.span].any() for each in segments]).tolist()
     names = [each.name for each, used in zip(segments, reached, strict=True) if not used]
@@ -132,17 +132,17 @@ def note_unused(run: Run) -> None:
 
 def save_checkpoint(run: Run) -> None:
     """Write a checkpoint in the background (rank 0)."""
-    run.state.save = False
+    run.progress.save = False
     if run.writer is None:
         return
-    doing(f"saving step {run.state.step}")
+    doing(f"saving step {run.progress.step}")
     run.recorder.flush()
-    trainer = run.job.trainer
+    trainer = run.trainer
     known = {
         "layout": trainer.message.layout.digest(),
         "key": hardware_key(trainer.message.device),
     }
-    run.writer.save(run.state.step, trainer.state(), {**known, **run.state.to_json()})
+    run.writer.save(run.progress.step, trainer.state(), {**known, **run.progress.to_json()})
 
 
 def check(run: Run, totals: Totals, step: int, rows: int) -> None:
@@ -151,7 +151,7 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
     Raises NonFinite, or RunError for totals that must not occur; all ranks see the same totals and
     raise the same error.
     """
-    where = f"step {step} (epoch {run.state.epoch + 1})"
+    where = f"step {step} (epoch {run.progress.epoch + 1})"
     if not totals.finite:
         if bad := find_bad_image(run, step):
             raise agreed(NonFinite(f"{bad}; the weights of step {step - 1}, before it, are kept"))
@@ -213,11 +213,11 @@ class PendingSteps:
     @property
     def newest(self) -> int:
         """The step that was started last."""
-        return self._run.state.step + len(self._steps)
+        return self._run.progress.step + len(self._steps)
 
     def restart_clock(self) -> None:
         """Measure the time of the next step from now."""
-        self._since = record_event(self._run.job.trainer.message.device, timing=True)
+        self._since = record_event(self._run.trainer.message.device, timing=True)
 
     def append(self, step: PendingStep) -> None:
         """Add the step that was started last."""
@@ -228,7 +228,7 @@ class PendingSteps:
 
         Raises as `check` does.
         """
-        run, state = self._run, self._run.state
+        run, state = self._run, self._run.progress
         while len(self._steps) > left:
             step, rows, rate, report = self._steps.popleft()
             doing(f"recording step {step}")
@@ -249,18 +249,18 @@ def find_bad_image(run: Run, step: int) -> str | None:
 
     Returns the reason if they cannot be read, and None if all can be used.
     """
-    job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
+    partition, epoch = run.plan.partition, run.progress.epoch
     doing(f"reading the images of step {step} again")
-    current_stream(job.trainer.message.device).synchronize()  # ends all communication in progress
-    order = order_of(job.plan, job.loader.split)  # the loader's own is in use
+    current_stream(run.trainer.message.device).synchronize()  # ends all communication in progress
+    order = order_of(run.plan, run.loader.split)  # the loader's own is in use
     number = step - 1 - epoch * partition.steps
     indices = [
         order.samples(
             epoch, shard, number * partition.shares[shard], partition.count(number, shard)
         )
-        for shard in job.loader.shards
+        for shard in run.loader.shards
     ]
-    split = job.loader.split
+    split = run.loader.split
 
     def find() -> Bad:
         bad = Bad()
@@ -281,7 +281,7 @@ def compare_ranks(run: Run) -> None:
     The state is that after the last recorded step; nothing is saved or validated before this.
     Raises the same RunError on all ranks, with the ranks and tensors that differ.
     """
-    state, comm, trainer = run.state, run.comm, run.job.trainer
+    state, comm, trainer = run.progress, run.comm, run.trainer
     digest = int(trainer.checksum())
     smallest, largest = minimum(comm, digest, ~digest)
     if smallest != ~largest:
@@ -300,13 +300,13 @@ def compare_ranks(run: Run) -> None:
 
 def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
     """Record a step, and add it to the chain of figures, the sums of the epoch and the clocks."""
-    state = run.state
-    shares, slowest = time_shares(totals, run.job.trainer.clock.reduce)
+    state = run.progress
+    shares, slowest = time_shares(totals, run.trainer.clock.reduce)
     figures: dict[str, Any] = {
         "epoch": state.epoch + 1,
         "step": state.step,
         "loss": totals.mean_loss,
-        "accuracy": totals.correct / totals.rows if run.job.task.classes else None,
+        "accuracy": totals.correct / totals.rows if run.task.classes else None,
         "learning_rate": rate,
     }
     state.add(figures)

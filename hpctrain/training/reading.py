@@ -36,7 +36,7 @@ class Reading:
 
     pack: Pack  # the one that is read: the original or its copy on this host
     verify: bool
-    source: Split  # the training split
+    train: Split
     order: Order
     others: dict[str, Split] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class Reading:
 
     def close(self) -> None:
         """Close all splits."""
-        for split in (self.source, *self.others.values()):
+        for split in (self.train, *self.others.values()):
             split.close()
 
 

@@ -15,16 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hpctrain.config import Interval
+from hpctrain.config import Config, Interval
+from hpctrain.data.loader import Loader, Prepare
+from hpctrain.data.pack import Pack
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.tasks import Task
+from hpctrain.models import InitialWeights
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
+from hpctrain.parallel.placement import Choice
 from hpctrain.parallel.reduce import broadcast
+from hpctrain.plan import Plan
 from hpctrain.report.find import best_file
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Tensors, Writer, has_best
 from hpctrain.training.control import Control
-from hpctrain.training.setup import Job
+from hpctrain.training.reading import Reading
 from hpctrain.training.trainer import Trainer, chain
 
 if TYPE_CHECKING:
@@ -129,24 +135,41 @@ class Progress:
 class Run:
     """Everything that the training loop works with, on one rank."""
 
-    job: Job
+    # Made by `set_up`
+    config: Config
+    plan: Plan
     comm: Comm
-    recorder: Recorder
-    control: Control
-    state: Progress
+    pack: Pack  # that of --data; with --stage, `data` reads a copy
+    data: Reading
+    task: Task
+    trainer: Trainer
+    loader: Loader
+    prepare: Prepare  # without augmentation, for evaluation
     validations: Interval
     checkpoints: Interval
-    writer: Writer | None  # on rank 0 only
-    folder: Path = Path()
+    transport: Choice
+    init: InitialWeights | None  # what this launch took from --init
+    notes: tuple[str, ...]  # on these choices, for the user
+    progress: Progress
+    # Opened by `open_run`, after `restore`
+    folder: Path = field(init=False)
+    recorder: Recorder = field(init=False)
+    control: Control = field(init=False)
+    writer: Writer | None = field(init=False)  # on rank 0 only
+
+    def close(self) -> None:
+        """Release the hooks and the threads, and close all splits, after the last step."""
+        self.trainer.close()
+        self.loader.close()
+        self.data.close()
 
 
-def restore(
-    earlier: PreviousLaunch | None, trainer: Trainer, state: Progress, comm: Comm
-) -> list[str]:
+def restore(run: Run, earlier: PreviousLaunch | None) -> list[str]:
     """Restore the state that an earlier launch saved, which rank 0 reads. Collective.
 
     Returns notes for the record.
     """
+    trainer, state, comm = run.trainer, run.progress, run.comm
     if earlier is None or (checkpoint := earlier.checkpoint) is None:
         return [*earlier.problems, "no checkpoint was left: from the first step"] if earlier else []
     layout, saved = trainer.message.layout.digest(), checkpoint.state

@@ -1,19 +1,17 @@
 """Setup of a run before its first step.
 
-The order is: pack, device, network, plan, then the message and the objects that work on it.
+The order is: data and device, network, plan, then the message and the objects that work on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.config import Config, byte_count
+from hpctrain.config import Config, byte_count, checkpoint_interval, validation_interval
 from hpctrain.config.option import class_weights
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare, read_samples
@@ -36,112 +34,120 @@ from hpctrain.parallel.mpi import (
     call_on_root,
     check_equal_on_all,
 )
-from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.text import brief, listed
 from hpctrain.training.finetune import describe_frozen, freeze
 from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
     FIRST_ROWS,
-    Reading,
     check_data,
     check_memory,
     make_reading,
     open_pack,
 )
-from hpctrain.training.scaling import Scaling, choose_scaling
+from hpctrain.training.run import Progress, Run
+from hpctrain.training.scaling import choose_scaling
 from hpctrain.training.trainer import Trainer
 from hpctrain.watchdog import doing
 
 
-@dataclass
-class Job:
-    """One run, ready for its first step."""
-
-    config: Config
-    plan: Plan
-    pack: Pack
-    reading: Reading
-    transport: Choice
-    task: Task
-    trainer: Trainer
-    loader: Loader
-    prepare: Prepare  # without augmentation, for evaluation
-    init: InitialWeights | None  # what this launch took from --init
-    notes: tuple[str, ...]  # on these choices, for the user
-
-    def close(self) -> None:
-        """Release the hooks and the threads, and close all splits, after the last step."""
-        self.trainer.close()
-        self.loader.close()
-        self.reading.close()
-
-
-def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool = False) -> Job:
-    """Build a job from a configuration that passed `check_settings`. Collective.
+def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool = False) -> Run:
+    """Set up a run from a configuration that passed `check_settings`. Collective.
 
     `earlier` is the plan of the run's first launch, if this launch resumes it, and `saved` whether
-    it left a checkpoint, which then provides the weights instead of --init. Raises the same error
-    on all ranks.
+    it left a checkpoint, which then provides the weights instead of --init. Nothing that is made
+    here is replaced later. Calls that are passed `comm` are collective, and all ranks make them in
+    this order. Raises the same error on all ranks.
     """
+    # Data and device
     pack = open_pack(config, "train", comm)
     call_on_all(comm, lambda: check_data(config, pack))
-    device, threads = open_device(
-        comm, config.device, lambda share: cpu_threads(config, share, earlier)
-    )
-
-    model, init = call_on_all(comm, lambda: make_model(config, pack, not saved))
-    dtype = next(model.parameters()).dtype
-    place(model, device, config.channels_last)
-    frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
-    source = call_on_all(comm, lambda: Split(pack, "train", verify=config.verify))
-    task, weights = task_of(config, earlier, source, next(model.parameters()), comm)
+    train = call_on_all(comm, lambda: Split(pack, "train", verify=config.verify))
     if pack.fit:
         from hpctrain.data.images import decoder_versions  # imports Pillow
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
-    scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
-    prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
-    probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
+    device, threads = open_device(
+        comm, config.device, lambda share: cpu_threads(config, share, earlier)
+    )
 
-    held = source.stored_bytes if config.random_crop else pack.image_bytes
-    machine = comm.size, device.type, threads
-    facts = facts_of(pack, held, machine, probe.min_samples, weights, scaling)
+    # Network: what it learns, how its input is scaled, what it does with the first samples
+    model, init = call_on_all(comm, lambda: make_model(config, pack, not saved))
+    like = next(model.parameters())
+    place(model, device, config.channels_last)
+    frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
+    weights = call_on_root(comm, lambda: find_class_weights(config.class_weights, train))
+    precision = earlier.precision if earlier else config.precision
+    task = call_on_all(comm, lambda: make_own_task(config, precision, weights, pack, like))
+    scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
+    prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
+    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
+    probe = call_on_root(comm, lambda: probe_model(norms, task, train, prepare, config))
+
+    # Plan
+    facts = Facts(
+        ranks=comm.size,
+        device=device.type,
+        threads=threads,
+        rows=len(train),
+        image_shape=pack.image_shape,
+        value_bytes=pack.dtype.itemsize,
+        buffered_bytes=train.stored_bytes if config.random_crop else pack.image_bytes,
+        classes=len(pack.classes),
+        pack_uuid=pack.uuid,
+        min_samples=probe.min_samples,
+        block_rows=pack.block_rows,
+        chunk_rows=pack.splits["train"].images.chunk_rows,
+        class_weights=weights,
+        scaling=scaling,
+    )
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
+
+    # Message, reduction and optimizer
     norms.start(probe)
     transport, choice, sharing = open_transport(comm, device, config.reduce)
     runs = [range(*run) for run in plan.runs]
     trainer = Trainer(norms, task, config, plan, transport, runs)
+
+    # Loader
     shards = runs[comm.rank]
-    memory = pack.splits["train"], config.verify, local_ranks(comm)[1]
-    kept = call_on_all(comm, lambda: check_memory(plan, *memory))
-    reading = make_reading(config, plan, source, shards, comm)
+    on_host = local_ranks(comm)[1]
+    kept = call_on_all(
+        comm, lambda: check_memory(plan, pack.splits["train"], config.verify, on_host)
+    )
+    data = make_reading(config, plan, train, shards, comm)
     doing("setting up")  # replaces the last piece that was staged
-    augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
-    augmented = with_own_augment(config.augment, augmented, reading.source, comm)
-    loader = make_loader(config, plan, reading, shards, task, augmented, device)
+    augmentation = Augmentation.of(config)
+    augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
+    loader = Loader(
+        data.train,
+        data.order,
+        shards,
+        with_own_augment(config.augment, augmented, data.train, comm),
+        task.pair,
+        plan.epochs,
+        ReadOptions(byte_count(config.read_buffer, "--read-buffer"), config.random_crop, device),
+    )
     texts = sharing, init, why, describe_frozen(frozen, trainer.message), kept
-    made = pack, reading, choice, task, trainer, loader, prepare, init
-    return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
-
-
-def make_loader(
-    config: Config,
-    plan: Plan,
-    reading: Reading,
-    shards: range,
-    task: Task,
-    augmented: Prepare,
-    device: torch.device,
-) -> Loader:
-    """Make the loader of the training split for the `shards` of this rank."""
-    buffer = byte_count(config.read_buffer, "--read-buffer")
-    options = ReadOptions(buffer, config.random_crop, device)
-    made = reading.source, reading.order, shards, augmented, task.pair, plan.epochs
-    return Loader(*made, options)
+    return Run(
+        config=config,
+        plan=plan,
+        comm=comm,
+        pack=pack,
+        data=data,
+        task=task,
+        trainer=trainer,
+        loader=loader,
+        prepare=prepare,
+        validations=validation_interval(config.validate_every),
+        checkpoints=checkpoint_interval(config.checkpoint_every),
+        transport=choice,
+        init=init,
+        notes=tuple(map(str, filter(None, texts))),
+        progress=Progress(planned=plan.epochs),
+    )
 
 
 def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Comm) -> Prepare:
@@ -157,67 +163,29 @@ def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Co
     return with_augment(own, prepare)
 
 
-def facts_of(
-    pack: Pack,
-    held: int,
-    machine: tuple[int, str, int],
-    min_samples: int,
-    class_weights: tuple[float, ...],
-    scaling: Scaling,
-) -> Facts:
-    """Return the facts that the plan depends on besides the settings.
+def make_own_task(
+    config: Config, precision: str, weights: tuple[float, ...], pack: Pack, like: torch.Tensor
+) -> Task:
+    """Make the task, with the user's functions if any, for a network with the parameter `like`.
 
-    `held`: host memory of a buffered sample, in bytes; `machine`: number of ranks, type of device,
-    threads per rank.
+    `weights`: of the classes, () = all alike.
     """
-    return Facts(
-        *machine,
-        rows=pack.splits["train"].samples,
-        image_shape=pack.image_shape,
-        value_bytes=pack.dtype.itemsize,
-        buffered_bytes=held,
-        classes=len(pack.classes),
-        pack_uuid=pack.uuid,
-        min_samples=min_samples,
-        block_rows=pack.block_rows,
-        chunk_rows=pack.splits["train"].images.chunk_rows,
-        class_weights=class_weights,
-        scaling=scaling,
-    )
-
-
-def task_of(
-    config: Config, earlier: Plan | None, source: Split, like: torch.Tensor, comm: Comm
-) -> tuple[Task, tuple[float, ...]]:
-    """Make the task, for a network with the parameter `like`. Collective.
-
-    Also returns the weights of the classes, () without --class-weights. An `earlier` launch has
-    resolved the precision.
-    """
-
-    def find() -> tuple[float, ...]:
-        given, classes = config.class_weights, source.pack.classes
-        return () if given is None else find_class_weights(given, classes, source.count_classes)
-
-    weights = call_on_root(comm, find)
-    own = call_on_all(comm, lambda: import_functions(config.loss, config.metric))
-    precision = earlier.precision if earlier else config.precision
+    own = import_functions(config.loss, config.metric)
     resolved = {"precision": precision, "class_weights": weights}
-    settings = {**dataclasses.asdict(config), **resolved}
-    return make_task(settings, len(source.pack.classes), like, own), weights
+    return make_task({**dataclasses.asdict(config), **resolved}, len(pack.classes), like, own)
 
 
-def find_class_weights(
-    given: str, classes: Sequence[str], count_classes: Callable[[], np.ndarray]
-) -> tuple[float, ...]:
-    """Return the weight of each class that --class-weights asks for.
+def find_class_weights(given: str | None, train: Split) -> tuple[float, ...]:
+    """Return the weight of each class that --class-weights asks for, () without it.
 
-    `given` is "balanced", for n / (K n_c) as in scikit-learn, with n_c of n samples in class c of K
-    (`count_classes` returns the n_c); or numbers in the order of `classes`. Raises UsageError.
+    `given` is "balanced", for n / (K n_c) as in scikit-learn, with n_c of n training samples in
+    class c of K; or numbers in the order of the classes. Raises UsageError.
     """
-    setting = f"--class-weights {brief(given)}"
+    if given is None:
+        return ()
+    classes, setting = train.pack.classes, f"--class-weights {brief(given)}"
     if given == "balanced":
-        counts = count_classes()
+        counts = train.count_classes()
         if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
             raise UsageError(
                 f"{setting}: no training image is of class {listed(empty, 3)}, so its weight would"

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.cluster import LEFT
-from hpctrain.config import Config, check_settings, validation_interval
+from hpctrain.config import Config, check_settings
 from hpctrain.data.external import images_note, window_note
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
@@ -48,11 +48,10 @@ from hpctrain.training.run import (
     CannotContinue,
     EndReason,
     NonFinite,
-    Progress,
     Run,
     restore,
 )
-from hpctrain.training.setup import Job, set_up
+from hpctrain.training.setup import set_up
 from hpctrain.training.validate import (
     choose_network,
     describe_network,
@@ -121,16 +120,18 @@ def run_training(
             config = dataclasses.replace(config, precision=earlier.precision)
         stack.enter_context(torch_settings(precision, config.deterministic))
         plan, checkpoint = (earlier.plan, earlier.checkpoint) if earlier else (None, None)
-        saved = checkpoint is not None
-        job = stack.enter_context(closing(set_up(config, comm, plan, saved)))
+        run = stack.enter_context(closing(set_up(config, comm, plan, checkpoint is not None)))
         if config.dry_run:
-            notes = (f"note           {note}" for note in job.notes)
-            call_on_root(comm, lambda: say("\n".join([*describe_plan(job.plan), *notes])))
+            notes = (f"note           {note}" for note in run.notes)
+            call_on_root(comm, lambda: say("\n".join([*describe_plan(run.plan), *notes])))
             return TrainingResult(None, "planned")
         wants = {"on_evaluation": on_evaluation}
-        call_on_root(comm, lambda: require_validation(job.pack, wants))
-        run = stack.enter_context(open_run(job, comm, earlier, lock, times, on_evaluation))
-        first = run.state.step
+        call_on_root(comm, lambda: require_validation(run.pack, wants))
+        restored = restore(run, earlier)
+        stack.enter_context(open_run(run, earlier, lock, times, on_evaluation))
+        for note in (*restored, *run.notes, *facts_to_note(run, times)):
+            run.recorder.note(note)
+        first = run.progress.step
         train_epochs(run)
         return finish(run, first)
 
@@ -152,56 +153,43 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
 
 @contextmanager
 def open_run(
-    job: Job,
-    comm: Comm,
+    run: Run,
     earlier: PreviousLaunch | None,
     lock: RunLock,
     times: TimeLimits,
     on_evaluation: OnEvaluation | None,
-) -> Iterator[Run]:
-    """Open a run in its folder, restored from the checkpoint of an `earlier` launch. Collective.
+) -> Iterator[None]:
+    """Open the folder of a restored run, its record and what watches it, in a block. Collective.
 
     If training cannot continue, the reason is recorded.
     """
-    config, state = job.config, Progress(planned=job.plan.epochs)
-    notes = restore(earlier, job.trainer, state, comm)
-    folder = call_on_root(
-        comm,
-        lambda: open_run_folder(job, earlier, state) if earlier else make_run_folder(job, lock),
+    config, comm = run.config, run.comm
+    run.folder = call_on_root(
+        comm, lambda: open_run_folder(run, earlier) if earlier else make_run_folder(run, lock)
     )
-    call_on_all(comm, lambda: keep_in(folder / HEARTBEATS))
-    mine = folder if comm.rank == 0 else None
+    call_on_all(comm, lambda: keep_in(run.folder / HEARTBEATS))
+    mine = run.folder if comm.rank == 0 else None
     best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
+    writes = Writer(mine, run.checkpoints, config.keep_checkpoints, best) if mine else nullcontext()
     with (
         together(comm),
-        Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
-        Control(mine, times.ends, on_evaluation) as control,
-        Writer(mine, times.checkpoints, config.keep_checkpoints, best)
-        if mine
-        else nullcontext() as writer,
+        Recorder(mine, config.progress, config.tensorboard, run.progress.step) as run.recorder,
+        Control(mine, times.ends, on_evaluation) as run.control,
+        writes as run.writer,
     ):
-        recorder.run(run_facts(job, folder, comm))
-        windows = job.plan.window_blocks if job.plan.shuffle == "blocks" else 0
-        added = times.note, images_note(job.pack), window_note(job.pack, windows)
-        for line in (*notes, *job.notes, *filter(None, added)):
-            recorder.note(line)
-        own = job.trainer.tensors().values()
-        control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
-        run = Run(
-            job,
-            comm,
-            recorder,
-            control,
-            state,
-            validation_interval(config.validate_every),
-            times.checkpoints,
-            writer,
-            folder,
-        )
+        run.recorder.run(run_facts(run))
+        own = run.trainer.tensors().values()
+        run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
         try:
-            yield run
+            yield
         except CannotContinue as error:
             raise record_failure(run, error) from error
+
+
+def facts_to_note(run: Run, times: TimeLimits) -> Iterator[str]:
+    """Yield what a user should know of the deadline and of the images."""
+    windows = run.plan.window_blocks if run.plan.shuffle == "blocks" else 0
+    yield from filter(None, (times.note, images_note(run.pack), window_note(run.pack, windows)))
 
 
 @contextmanager
@@ -226,7 +214,7 @@ def record_failure(run: Run, error: CannotContinue) -> Failure:
 
     Returns the error to be raised.
     """
-    if not run.state.chosen:
+    if not run.progress.chosen:
         doing("saving")
         try:
             compare_ranks(run)
@@ -248,7 +236,7 @@ def save_all(run: Run) -> None:
 def save_network(run: Run) -> None:
     """Write model.safetensors (rank 0)."""
     metadata = describe_network(run, run.folder.name)
-    save_model(run.folder / MODEL_FILE, run.job.trainer.model, metadata)
+    save_model(run.folder / MODEL_FILE, run.trainer.model, metadata)
 
 
 def wait_for_writer(run: Run) -> None:
@@ -261,8 +249,8 @@ def end_preempted(run: Run, done: int) -> TrainingResult:
     """Record a preemption; exit code 75 if the launch did and saved steps, else 1. Collective."""
     first = first_of_all(run.comm, run.control.preempted_by())
     why = first.value if first else "a signal"
-    run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
-    return TrainingResult(run.folder, "preempted", LEFT if done > 0 else 1, *run.state.network)
+    run.recorder.end("preempted", f"{why}; saved", steps=run.progress.step)
+    return TrainingResult(run.folder, "preempted", LEFT if done > 0 else 1, *run.progress.network)
 
 
 def finish(run: Run, first: int) -> TrainingResult:
@@ -271,13 +259,13 @@ def finish(run: Run, first: int) -> TrainingResult:
     Saves a checkpoint, validates, chooses the final network, saves and tests it, and closes the
     record.
     """
-    state, trainer, comm = run.state, run.job.trainer, run.comm
+    state, trainer, comm = run.progress, run.trainer, run.comm
     doing("comparing digests")
     compare_ranks(run)
     doing("saving")
     save_checkpoint(run)
     call_on_root(comm, partial(wait_for_writer, run))
-    validates = "validation" in run.job.pack.splits and state.validated < state.step
+    validates = "validation" in run.pack.splits and state.validated < state.step
     stopped = state.ended is EndReason.STOP
     if validates and not stopped and not state.is_preempted():
         validate(run)
@@ -286,7 +274,7 @@ def finish(run: Run, first: int) -> TrainingResult:
         return end_preempted(run, state.step - first)
     choose_network(run)
     call_on_root(comm, partial(save_network, run))  # before anything else can fail
-    tests = test(run) if run.job.config.test else {}
+    tests = test(run) if run.config.test else {}
     if state.is_preempted():
         return end_preempted(run, state.step - first)
     call_on_root(comm, partial(save_network, run))

@@ -32,14 +32,14 @@ assert SHOWN <= FIRST_ROWS
 
 def validation_due(run: Run, step: int) -> bool:
     """Whether a validation follows this step."""
-    if "validation" not in run.job.pack.splits:
+    if "validation" not in run.pack.splits:
         return False
-    return run.validations.follows(step, run.job.plan.steps_per_epoch)
+    return run.validations.follows(step, run.plan.steps_per_epoch)
 
 
 def validate(run: Run) -> None:
     """Evaluate the validation split, keep the best network, check --patience. Collective."""
-    state, patience = run.state, run.job.plan.patience
+    state, patience = run.progress, run.plan.patience
     result = evaluation(run, "validation")
     if result is None:
         return
@@ -60,8 +60,8 @@ def save_best(run: Run) -> None:
     """Write the network with the smallest validation loss so far in the background (rank 0)."""
     if run.writer is not None:
         with evaluated_network(run):
-            tensors = snapshot(run.job.trainer.model)
-        run.writer.save_best(run.state.step, tensors, describe_network(run, run.folder.name))
+            tensors = snapshot(run.trainer.model)
+        run.writer.save_best(run.progress.step, tensors, describe_network(run, run.folder.name))
 
 
 @torch.no_grad()
@@ -70,8 +70,8 @@ def choose_network(run: Run) -> None:
 
     Raises CannotContinue if the file of the best one cannot be read.
     """
-    state, trainer = run.state, run.job.trainer
-    if run.job.config.final == "best" and state.best.step:
+    state, trainer = run.progress, run.trainer
+    if run.config.final == "best" and state.best.step:
         path = best_file(run.folder, state.best.step)
         try:
             best = read_on_all(run.comm, lambda: read_model(path)[0])
@@ -89,10 +89,10 @@ def choose_network(run: Run) -> None:
 
 def describe_network(run: Run, name: str) -> dict[str, Any]:
     """Return the metadata of the network that the model holds."""
-    job, reached = run.job, run.state.network
+    reached = run.progress.network
     where = {"run": name, "step": reached.step, "epoch": reached.epoch}
     known = {**where, **reached.figures, "figures": reached.figures}
-    return describe(job.config, job.plan, job.pack, known)
+    return describe(run.config, run.plan, run.pack, known)
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
@@ -100,7 +100,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
     Raises CannotContinue if samples cannot be read or are not finite.
     """
-    job, state, comm = run.job, run.state, run.comm
+    state, comm = run.progress, run.comm
     began = time.perf_counter()
 
     def go_on(what: str) -> bool:
@@ -109,11 +109,11 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
     run.recorder.phase(f"evaluating {split}")
     fault("evaluation.begun")
-    model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
+    model, prepare, block = run.trainer.model, run.prepare, run.plan.evaluation_rows
     try:
-        source = call_on_all(comm, lambda: job.reading.split(split))
+        source = call_on_all(comm, lambda: run.data.split(split))
         with evaluated_network(run):
-            result = evaluate(model, source, job.task, prepare, comm, block, go_on)
+            result = evaluate(model, source, run.task, prepare, comm, block, go_on)
     except Failure as error:
         if not error.agreed:
             raise
@@ -128,7 +128,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     known[f"{split}_accuracy"] = result.accuracy
     known[f"{split}_loss"] = result.loss
     figures = {"epoch": epoch, "step": step, "split": split, **result.figures()}
-    if job.plan.class_weights or job.plan.balanced_sampling:
+    if run.plan.class_weights or run.plan.balanced_sampling:
         figures["balanced_accuracy"] = result.balanced_accuracy
     state.add(figures)
     record = run.recorder.evaluation(**figures, seconds=seconds)
@@ -139,8 +139,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
 def evaluated_network(run: Run) -> AbstractContextManager[None]:
     """Let the model be the average of --ema in a block, until it is chosen as the final network."""
-    average = run.job.trainer.average
-    return nullcontext() if average is None or run.state.chosen else average.in_model()
+    average = run.trainer.average
+    return nullcontext() if average is None or run.progress.chosen else average.in_model()
 
 
 def test(run: Run) -> dict[str, float | None]:
@@ -149,14 +149,14 @@ def test(run: Run) -> dict[str, float | None]:
     Writes the figures, with the confusion matrix, to the run's folder, and returns the accuracies
     or losses.
     """
-    splits = [name for name in run.job.pack.splits if name not in ("train", "validation")]
+    splits = [name for name in run.pack.splits if name not in ("train", "validation")]
     found: dict[str, float | None] = {}
     for split in splits:
-        if not run.job.pack.splits[split].samples or (result := evaluation(run, split)) is None:
+        if not run.pack.splits[split].samples or (result := evaluation(run, split)) is None:
             continue
-        what = result, run.job.pack, run.folder / MODEL_FILE, split
+        what = result, run.pack, run.folder / MODEL_FILE, split
         call_on_root(run.comm, partial(write_evaluation, evaluation_file(run.folder, split), *what))
-        if run.job.task.classes:
+        if run.task.classes:
             found[f"{split}_accuracy"] = result.accuracy
         else:
             found[f"{split}_loss"] = result.loss
@@ -166,22 +166,21 @@ def test(run: Run) -> dict[str, float | None]:
 @torch.no_grad()
 def show_work(run: Run) -> None:
     """Write a picture of noisy, restored and clean images of a denoising run (rank 0)."""
-    job = run.job
-    splits = [s for s in ("test", "validation", "train") if s in job.pack.splits]
-    split = next((s for s in splits if job.pack.splits[s].samples), None)
-    if not isinstance(job.task, Denoising) or split is None:
+    splits = [s for s in ("test", "validation", "train") if s in run.pack.splits]
+    split = next((s for s in splits if run.pack.splits[s].samples), None)
+    if not isinstance(run.task, Denoising) or split is None:
         return
     try:
-        source = job.reading.split(split)
-        clean = read_samples(source, np.arange(min(SHOWN, len(source))), job.prepare)
+        source = run.data.split(split)
+        clean = read_samples(source, np.arange(min(SHOWN, len(source))), run.prepare)
     except Failure as error:
         run.recorder.note(f"denoised.png is not drawn: {error}")
         return
-    noisy, _ = job.task.pair(clean, torch.empty(0), block_key(0))
-    model = job.trainer.model
+    noisy, _ = run.task.pair(clean, torch.empty(0), block_key(0))
+    model = run.trainer.model
     with evaluating(model), fork_rng(noisy.device):
         seed_torch(block_key(0), noisy.device)
-        restored = network_output(model, noisy, job.plan.precision).clamp(0, 1)
+        restored = network_output(model, noisy, run.plan.precision).clamp(0, 1)
     from hpctrain.report.pictures import write_rows  # imports Pillow
 
     named = {"noisy": noisy, "restored": restored, "clean": clean}

@@ -53,15 +53,14 @@ def one_step(**settings: Any) -> str:
 
     config = Config(model="digits", deterministic=True, batch_size=7, **settings)
     check_settings(config)
-    job = set_up(config, MPI.COMM_SELF)
-    batches = job.loader.epoch(0)
-    job.trainer.step(next(batches), job.plan.partition.total(0))
+    run = set_up(config, MPI.COMM_SELF)
+    batches = run.loader.epoch(0)
+    run.trainer.step(next(batches), run.plan.partition.total(0))
     batches.close()
-    with job.reading.split("test") as source:
-        result = evaluate(job.trainer.model, source, job.task, job.prepare, MPI.COMM_SELF, 256)
-    job.reading.source.close()
-    job.trainer.close()
-    return f"{job.trainer.checksum()} {result and result.figures()}"
+    with run.data.split("test") as source:
+        result = evaluate(run.trainer.model, source, run.task, run.prepare, MPI.COMM_SELF, 256)
+    run.close()
+    return f"{run.trainer.checksum()} {result and result.figures()}"
 
 
 def run_settings(folder: Path, **more: Any) -> Config:

@@ -23,7 +23,7 @@ from scripts.benchmarks.harness import number_text, run_job
 
 if TYPE_CHECKING:
     from hpctrain.data.loader import Batch
-    from hpctrain.training.setup import Job
+    from hpctrain.training.run import Run
 
 T = TypeVar("T")
 CLASSES = 5
@@ -81,7 +81,7 @@ def made_pack(
     return str(path)
 
 
-def ready(case: Case, *flags: str, device: str = "") -> Job:
+def ready(case: Case, *flags: str, device: str = "") -> Run:
     """Set up ``train`` with these flags up to its first step, in this process alone.
 
     Raises UsageError for invalid flags.
@@ -94,7 +94,7 @@ def ready(case: Case, *flags: str, device: str = "") -> Job:
     return set_up(config, start_mpi())
 
 
-def first_batches(job: Job, count: int = 1) -> list[list[Batch]]:
+def first_batches(job: Run, count: int = 1) -> list[list[Batch]]:
     """Return the batches of the first `count` steps, on the device of the network."""
     return list(itertools.islice(job.loader.epoch(0), count))
 

@@ -25,7 +25,7 @@ from hpctrain.parallel.device import pinned, place, torch_settings
 from hpctrain.parallel.memory import zeros_for_messages
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.parallel.transport import Pinned
-from hpctrain.training.setup import Job
+from hpctrain.training.run import Run
 from scripts.benchmarks.gpu.case import (
     CLASSES,
     Case,
@@ -98,7 +98,7 @@ def compared(case: Case, work: Work) -> Iterator[Result]:
             yield ratio(ours, other, rates)
 
 
-def stepping(job: Job, batches: list[list[Batch]]) -> Callable[[int], object]:
+def stepping(job: Run, batches: list[list[Batch]]) -> Callable[[int], object]:
     """Return a function that runs hpctrain's n-th step."""
 
     def step(number: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from hpctrain.errors import first_line
 from hpctrain.parallel.message import Report
-from hpctrain.training.setup import Job
+from hpctrain.training.run import Run
 from scripts.benchmarks.gpu.case import (
     Case,
     Result,
@@ -49,7 +49,7 @@ def measure(case: Case) -> Iterator[Result]:
             yield attempt(what, unwaiting, case, flags)
 
 
-def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], Report]]:
+def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Run, Callable[[], Report]]:
     """Return a job, and a function that runs one step of it and copies its totals to the host.
 
     The training loop does the same.
