@@ -131,6 +131,12 @@ def resolve(config: Config, facts: Facts) -> Plan:
     growth = rate_growth(config, partition.batch_size)
     usual = 5.0 * (growth > 1 and config.schedule != "one-cycle")  # which has a warm-up itself
     warm = usual if config.warmup_epochs is None else config.warmup_epochs
+    epochs = config.epochs or (5 if denoise else 20 if model == "digits" else 100)
+    if warm > epochs:
+        raise UsageError(
+            f"the warm-up of {warm:g} epochs is longer than the run of {counted(epochs, 'epoch')}:"
+            " give a smaller --warmup-epochs or a larger --epochs"
+        )
     return Plan(
         task=config.task,
         model=model,
@@ -147,7 +153,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         shuffle=config.shuffle or ("blocks" if facts.chunk_rows else "partition"),
         block_rows=block_rows,
         window_blocks=max(1, buffer // (2 * shards * block_rows * row_bytes)),
-        epochs=config.epochs or (5 if denoise else 20 if model == "digits" else 100),
+        epochs=epochs,
         steps_per_epoch=partition.steps,
         optimizer=optimizer,
         learning_rate=rate * growth,

@@ -62,29 +62,31 @@ def _without_compiler(kind: type[Optimizer]) -> type[Any]:
 
 
 def learning_rate(config: Config, plan: Plan, step: int) -> float:
-    """Return the learning rate of global step 0, 1, ...
+    """Return the learning rate of global step 0, 1, ... of T.
 
-    It is the plan's rate times the schedule's factor times a warm-up factor, which rises linearly
-    from `warmup_from` to 1. --min-lr bounds the schedule from below, as in torch's
-    CosineAnnealingLR; "one-cycle" is torch's OneCycleLR with its defaults and a constant momentum.
+    In W steps of warm-up it rises linearly from `warmup_from` to 1 of the plan's rate R, which step
+    W has (Goyal et al. 2017, arXiv:1706.02677, 2.2). The schedule counts from there, as torch's
+    SequentialLR does. "cosine": min + (R - min) (1 + cos(pi (step - W) / (T - 1 - W))) / 2, which
+    is --min-lr in the last step (Loshchilov and Hutter 2016, arXiv:1608.03983). "step": torch's
+    StepLR, at least --min-lr. "one-cycle": torch's OneCycleLR, with a constant momentum.
     """
-    most, least = plan.learning_rate, config.min_lr
+    most, least, after = plan.learning_rate, config.min_lr, step - plan.warmup_steps
     if config.schedule == "one-cycle":
         return one_cycle(most, step, plan.steps)
-    rate, epoch = most, step // plan.steps_per_epoch
+    if after < 0:
+        return most * (plan.warmup_from + (1 - plan.warmup_from) * step / plan.warmup_steps)
     if config.schedule == "cosine":
-        rate = least + (most - least) * cosine(step / plan.steps)
-    elif config.schedule == "step":
-        rate = max(least, most * STEP_FACTOR ** (epoch // config.step_epochs))
-    warm = 1.0
-    if step < plan.warmup_steps:
-        warm = plan.warmup_from + (1 - plan.warmup_from) * step / plan.warmup_steps
-    return rate * warm
+        last = plan.steps - 1 - plan.warmup_steps
+        return least + (most - least) * cosine(after / max(1, last))
+    if config.schedule == "step":
+        drops = after // (config.step_epochs * plan.steps_per_epoch)
+        return max(least, most * STEP_FACTOR**drops)
+    return most
 
 
 def cosine(progress: float) -> float:
-    """Return half a period of a cosine, from 1 at 0 to 0 at 1 and beyond."""
-    return 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+    """Return half a period of a cosine, from 1 at 0 to 0 at 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def one_cycle(most: float, step: int, steps: int) -> float:

@@ -161,7 +161,18 @@ SCHEDULES = {
     ),
     "cosine": Case(
         {"schedule": "cosine", "min_lr": 0.02},
-        schedule=lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS, 0.02),
+        schedule=lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS - 1, 0.02),
+    ),
+    "warm-up, cosine": Case(
+        {"schedule": "cosine", "min_lr": 0.02, "warmup_epochs": 1.0},
+        schedule=lambda o: lr_scheduler.SequentialLR(
+            o,
+            [
+                lr_scheduler.LinearLR(o, 0.1, 1.0, STEPS // EPOCHS),
+                lr_scheduler.CosineAnnealingLR(o, STEPS - STEPS // EPOCHS - 1, 0.02),
+            ],
+            [STEPS // EPOCHS],
+        ),
     ),
     "step": Case(
         {"schedule": "step", "step_epochs": 1},

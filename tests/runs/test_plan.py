@@ -114,6 +114,13 @@ def test_the_learning_rate_grows_with_the_batch_after_a_warm_up(settings, rate, 
     assert (found.warmup_steps, found.warmup_from) == (steps, pytest.approx(first))
 
 
+@pytest.mark.parametrize("settings", [{"warmup_epochs": 3.5}, {"scale_lr": "linear"}])
+def test_a_warm_up_longer_than_the_run_is_refused(settings):
+    with pytest.raises(UsageError, match=r"warm-up of (3\.5|5) epochs .* run of 3 epochs"):
+        plan(batch_size=512, epochs=3, **settings)
+    assert plan(epochs=3, warmup_epochs=3.0).warmup_steps == plan(epochs=3).steps
+
+
 def test_the_digest_is_of_all_that_a_run_keeps_and_of_nothing_of_the_launch():
     few, many = (plan({"ranks": ranks}, shards=8) for ranks in (2, 4))
     assert few.digest() == many.digest() == json.loads(few.to_json())["digest"]

@@ -318,13 +318,19 @@ def growing_rate(seen, comm):
 @of("schedule", "step_epochs")
 def schedule(seen, comm):
     assert seen(epochs=2).rates == [LR] * 8
-    cosine = [LR * (1 + math.cos(math.pi * t / 8)) / 2 for t in range(8)]
+    cosine = [LR * (1 + math.cos(math.pi * t / 7)) / 2 for t in range(8)]
     assert seen(epochs=2, schedule="cosine").rates == pytest.approx(cosine)
     assert seen(epochs=2, schedule="step").rates == [LR] * 8  # 30 epochs a step
     steps = seen(epochs=3, schedule="step", step_epochs=1)
     assert steps.rates == pytest.approx([LR] * 4 + [LR / 10] * 4 + [LR / 100] * 4)
     dropped = seen(epochs=3, schedule="step", step_epochs=2)
     assert dropped.rates == pytest.approx([LR] * 8 + [LR / 10] * 4)
+    # after a warm-up the first rate is --lr, and the last one --min-lr
+    warmed = seen(epochs=3, schedule="cosine", warmup_epochs=1.0, min_lr=LR / 100).rates
+    assert (warmed[4], warmed[-1]) == (LR, pytest.approx(LR / 100))
+    assert all(later < before for before, later in itertools.pairwise(warmed[4:]))
+    late = seen(epochs=3, schedule="step", step_epochs=1, warmup_epochs=1.0).rates
+    assert late[4:] == pytest.approx([LR] * 4 + [LR / 10] * 4)
     # The optimizer takes the rate that is recorded: same weights, a tenth of the fifth update.
     constant = seen(epochs=3)
     assert torch.equal(steps.weights[4], constant.weights[4])
