@@ -264,10 +264,7 @@ def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
         ("model", plan.model, model_name(config, facts.image_shape)),
         ("class weights", plan.class_weights, facts.class_weights),
     ):
-        if old != new:
-            raise UsageError(
-                f"the run was begun with {what} {brief(old)}, not {brief(new)}: it cannot go on"
-            )
+        check_unchanged(what, old, new)
     runs = assign_shards(plan.shards, facts.ranks, worker_loads(config.worker_load))
     epochs = max(plan.epochs, config.epochs or 0)
     return dataclasses.replace(
@@ -277,6 +274,14 @@ def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
         threads=cpu_threads(config, facts.threads, plan),
         epochs=epochs,
     )
+
+
+def check_unchanged(what: str, old: object, new: object) -> None:
+    """Raise UsageError if what a run was begun with is another one now."""
+    if old != new:
+        raise UsageError(
+            f"the run was begun with {what} {brief(old)}, not {brief(new)}: it cannot go on"
+        )
 
 
 MOST_SHARES = 16  # listed one by one

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpctrain.cluster import LEFT
 from hpctrain.config import Config, check_settings
 from hpctrain.data.external import images_note, window_note
+from hpctrain.data.pack import Pack
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.models import read_model, save_model
@@ -30,7 +31,7 @@ from hpctrain.parallel.mpi import (
     limit_finalize,
     start_mpi,
 )
-from hpctrain.plan import describe_plan
+from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import counted, say
 from hpctrain.training.checkpoint import Writer
@@ -43,7 +44,7 @@ from hpctrain.training.folder import (
     run_facts,
 )
 from hpctrain.training.loop import compare_ranks, save_checkpoint, train_epochs
-from hpctrain.training.reading import require_validation
+from hpctrain.training.reading import open_pack, require_validation
 from hpctrain.training.run import (
     CannotContinue,
     EndReason,
@@ -114,7 +115,8 @@ def run_training(
         started("setting up")
         earlier = call_on_root(comm, lambda: find_previous_launch(config, lock))
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
-            return call_on_root(comm, partial(say_finished, earlier))
+            pack = open_pack(config, "train", comm)
+            return call_on_root(comm, partial(say_finished, earlier, pack))
         precision = earlier.plan.precision if earlier else config.precision
         if earlier:
             config = dataclasses.replace(config, precision=earlier.precision)
@@ -139,11 +141,12 @@ def run_training(
 main = run_training
 
 
-def say_finished(earlier: PreviousLaunch) -> TrainingResult:
+def say_finished(earlier: PreviousLaunch, pack: Pack) -> TrainingResult:
     """Print that nothing is left to do, and return how the run has ended (rank 0).
 
-    Raises UsageError if the network of the finished run is missing or corrupt.
+    Raises UsageError if the `pack` is not the run's, or its network is missing or corrupt.
     """
+    check_unchanged("pack", earlier.plan.pack_uuid, pack.uuid)
     _, known = read_model(earlier.folder / MODEL_FILE)
     epochs = counted(earlier.plan.epochs, "epoch")
     say(f"The run {earlier.folder} is finished, {epochs}: a larger --epochs extends it")

@@ -382,6 +382,15 @@ def test_a_finished_run_says_so_and_more_epochs_extend_it(settings, whole):
     check_same(settings, longer, whole_record=False)
 
 
+def test_a_finished_run_is_refused_without_its_pack_or_with_another(settings, whole, tmp_path):
+    gone = launch(whole, data=str(tmp_path / "gone.h5"))
+    assert gone.code == 2 and "gone.h5" in gone.error and "\n" not in gone.error
+    (tmp_path / "other").mkdir()
+    other = launch(whole, data=short_run(tmp_path / "other", classes=7)["data"])
+    assert other.code == 2 and "was begun with pack" in other.error and "\n" not in other.error
+    assert launch(whole).code == 0
+
+
 def test_a_test_is_forgotten_when_the_run_is_extended(settings):
     assert launch(settings, epochs=1).code == 0
     assert (run_of(settings) / "evaluation-test.json").exists()
