@@ -250,8 +250,9 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
         return config, read_plan(parse_json(path.read_bytes()))
     except FileNotFoundError as error:
         raise UsageError(
-            f"{folder} exists but is no run to continue, it has no {Path(error.filename).name}:"
-            " choose another name with --run"
+            f"{folder} exists but is no run to continue, it has no {path.name}: choose another name"
+            f" with --run. If {path.name} was removed, the same command on as many ranks writes it"
+            " anew in the folder of that name: copy it back"
         ) from error
     except (OSError, ValueError) as error:
         raise UsageError(

@@ -318,6 +318,17 @@ def test_a_folder_that_is_no_run_to_continue_is_refused(begun, tmp_path, name, c
     assert named in refused.error and "\n" not in refused.error
 
 
+@pytest.mark.parametrize("name", ["config.toml", "plan.json"])
+def test_settings_that_were_removed_come_back_as_the_error_advises(begun, tmp_path, name):
+    settings = copy_of(begun, tmp_path)
+    again = settings | {"run": "again"}
+    (run_of(settings) / name).unlink()
+    assert "same command on as many ranks" in launch(settings).error
+    assert launch(again, leave=1).code == 75
+    shutil.copy(run_of(again) / name, run_of(settings))
+    assert launch(settings)[:3] == (0, "done", 14)
+
+
 @pytest.mark.parametrize("place", ["file", "file/deep"])
 def test_a_file_in_the_place_of_the_folder_for_runs_is_named(pack, tmp_path, place):
     (tmp_path / "file").touch()
