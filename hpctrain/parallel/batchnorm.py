@@ -182,6 +182,11 @@ class BatchNorms:
                 )
             yield calls[0] // rows
 
+    def irregular(self) -> list[str]:
+        """Return the layers that did not run exactly once since the buffers were restored."""
+        own = zip(self.layers, self._calls, self._expected, strict=True)
+        return [name for name, calls, expected in own if calls != expected]
+
     def start(self, probe: Probe) -> None:
         """Set the shift and the values per sample from a probe, equal on all ranks."""
         self.shift.copy_(probe.means)

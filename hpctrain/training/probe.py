@@ -72,10 +72,16 @@ def probe_model(
                 f"the network's buffer {made[0]} is made in its first pass in training mode, which"
                 " other ranks do later: make it in __init__"
             )
-        if config.deterministic:  # torch refuses some operations only in backward
-            loss, _ = task(model, inputs, targets)
-            loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
-            model.zero_grad()
+        # only in backward torch refuses some operations, and checkpoints run layers again
+        loss, _ = task(model, inputs[:2], targets[:2])
+        loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
+        model.zero_grad()
+        if again := norms.irregular():
+            raise UsageError(
+                f"batch-norm layer {listed(again, 3)} does not run exactly once in a step: its"
+                " statistics can be combined only if it does (no torch.utils.checkpoint around it)"
+            )
+        norms.restore()
     exact = config.deterministic or inputs.device.type == "cpu"
     check_repeats(norms, forward, inputs, key, exact)
     with evaluating(model), torch.no_grad():

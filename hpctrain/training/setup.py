@@ -107,6 +107,8 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
 
     # Message, reduction and optimizer
     norms.start(probe)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the probe took: NCCL and CuPy allocate beside torch
     transport, choice, sharing = open_transport(comm, device, config.reduce)
     runs = [range(*run) for run in plan.runs]
     trainer = Trainer(norms, task, config, plan, transport, runs)

@@ -43,6 +43,14 @@ def test_a_network_that_changes_from_call_to_call_is_refused(comm, short, kind):
     assert comm.allgather(text) == [text] * comm.size
 
 
+@pytest.mark.ranks
+def test_a_batch_norm_that_runs_again_in_backward_is_refused_before_the_first_step(comm, short):
+    with pytest.raises(
+        hp.UsageError, match=r"batch-norm layer second\.1 does not run exactly once"
+    ):
+        hp.train(**short | {"model": "tests.support.nets:RecomputedNorm"})
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["counter", "flag", "cache", "made_once", "drops", "frozen"])
 def test_a_network_whose_output_follows_from_its_input_is_trained(comm, short, kind):

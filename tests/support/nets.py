@@ -187,6 +187,14 @@ class Recomputed(nn.Module):
         return self.last(x.tanh())
 
 
+class RecomputedNorm(Recomputed):
+    """Runs a batch norm a second time, in backward."""
+
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.second = nn.Sequential(self.second, nn.BatchNorm1d(8))
+
+
 class Branches(OneLayer):
     """Beside its layer one that is left out of most training steps, and one of all."""
 
