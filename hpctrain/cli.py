@@ -148,23 +148,21 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
         getattr(settings, "hang_timeout", config.Config.hang_timeout), "--hang-timeout"
     )
 
-    def check() -> None:
-        if failure is not None:
-            raise failure
-
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
-        from hpctrain.parallel.mpi import abort_all, call_on_all, conclude, start_mpi
+        from hpctrain.parallel.mpi import abort_all, conclude, on_all, start_mpi
 
         watchdog.abort = abort_all
         try:
             fault("mpi.starting")
             comm = start_mpi()
             fault("mpi.started")
-            call_on_all(comm, check)
+            with on_all(comm):
+                if failure is not None:
+                    raise failure
             comm.Free()
             watchdog.doing(f"importing {module}")
             with quick_imports():

@@ -13,7 +13,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -40,7 +39,7 @@ from hpctrain.inference.own import TAKEN, refuse_names
 from hpctrain.inference.tasks import Task
 from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng, torch_settings
-from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.tables import print_evaluation, write_json
@@ -121,10 +120,9 @@ def evaluate_saved(
         doing(f"{what} of {settings.split}")
         return True
 
-    with (
-        call_on_all(comm, lambda: Split(pack, settings.split)) as source,
-        exact,
-    ):
+    with on_all(comm):
+        source = Split(pack, settings.split)
+    with source, exact:
         how = network.prepare, comm, network.block, go_on, settings.mistakes
         task = own_task(network, settings, source, comm)
         found = evaluate(network.model, source, task, *how)
@@ -132,10 +130,10 @@ def evaluate_saved(
         result = dataclasses.replace(found, classes=pack.classes)
         if comm.rank == 0:
             show(result)
-        call_on_root(comm, partial(write_mistakes, result, source, settings, network.saved.path))
+        on_root(comm, write_mistakes, result, source, settings, network.saved.path)
     if settings.output:
         what = Path(settings.output), result, pack, network.saved.path, settings.split
-        call_on_root(comm, partial(write_evaluation, *what))
+        on_root(comm, write_evaluation, *what)
     return result
 
 
@@ -280,7 +278,7 @@ def evaluate(
         own.complete = go_on(what)
         return own.complete
 
-    def add_own() -> None:
+    with evaluating(model), fork_rng(device), on_all(comm):
         parts = blocks_of(total, block, comm.size, comm.rank)
         for each, values in compute_blocks(load, compute, parts, upload, go_on_here):
             figures = names[len(own.sums)]
@@ -294,7 +292,4 @@ def evaluate(
                 confusion.add(labels, found)
                 own.add_mistakes(kept, each.rows, labels, found, sure)
         go_on("waiting for all")
-
-    with evaluating(model), fork_rng(device):
-        call_on_all(comm, add_own)
     return combine(own, confusion, task, kept, comm)

@@ -26,7 +26,7 @@ from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Task
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.choose import open_device
-from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
+from hpctrain.parallel.mpi import Comm, on_all, on_root
 from hpctrain.text import listed
 
 CHECKED_ROWS = 32
@@ -34,11 +34,12 @@ CHECKED_ROWS = 32
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
     """Load the network that the settings name onto this rank's device. Collective."""
-    call_on_root(comm, lambda: check_settings(settings))
-    path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
+    on_root(comm, check_settings, settings)
+    path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
     threads = settings.threads
     device, _ = open_device(comm, settings.device, lambda share: threads or share)
-    saved = call_on_all(comm, lambda: restore(path, settings.trust_code))
+    with on_all(comm):
+        saved = restore(path, settings.trust_code)
     return ready_network(saved, device, settings.precision, settings.batch_size)
 
 
@@ -53,8 +54,9 @@ def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Co
     loss = settings.loss or saved.metadata.get("own_loss")
     metric = settings.metric or saved.metadata.get("own_metric")
     named = [own for own in (loss, metric) if own and own not in (settings.loss, settings.metric)]
-    call_on_root(comm, lambda: require_trust(named, saved.path, settings.trust_code))
-    own = call_on_all(comm, lambda: import_functions(loss, metric))
+    on_root(comm, require_trust, named, saved.path, settings.trust_code)
+    with on_all(comm):
+        own = import_functions(loss, metric)
     task = replace(network.task, own=own)
     key = random_key("own functions")
 
@@ -65,7 +67,7 @@ def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Co
         check_task(task, network.model, *task.pair(images, labels, key))
 
     if any(own):
-        call_on_root(comm, check)
+        on_root(comm, check)
     return task
 
 
@@ -74,7 +76,7 @@ def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
 
     Raises UsageError as `find_pack` does.
     """
-    return call_on_root(comm, lambda: find_pack(saved, settings))
+    return on_root(comm, find_pack, saved, settings)
 
 
 def find_pack(saved: Saved, settings: NetworkConfig) -> Pack:

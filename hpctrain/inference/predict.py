@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ from hpctrain.inference.image_files import file_reader, list_images
 from hpctrain.inference.network import Network
 from hpctrain.inference.opening import open_network, open_pack_for
 from hpctrain.parallel.device import torch_settings
-from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root, start_mpi
 from hpctrain.report.pictures import write_image
 from hpctrain.report.tables import open_predictions
 from hpctrain.text import say
@@ -71,7 +70,7 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         raise agreed(UsageError("--figure shows classes, and this network restores images"))
     if not settings.images:
         return classify(network, images_of_split(network, settings, comm), settings, comm)
-    files = call_on_root(comm, lambda: list_images(settings.images))
+    files = on_root(comm, list_images, settings.images)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
     how = file_reader(network.saved, files), np.dtype(np.uint8)
     images = PredictionInput(files, ("file",), lambda row: (str(files[row]),), *how)
@@ -83,7 +82,8 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
 def images_of_split(network: Network, settings: PredictConfig, comm: Comm) -> PredictionInput:
     """Open the split. Collective. Raises UsageError if its pack does not fit the network."""
     pack = open_pack_for(network.saved, settings, comm)
-    source = call_on_all(comm, lambda: Split(pack, settings.split))
+    with on_all(comm):
+        source = Split(pack, settings.split)
 
     def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
         bad = Unusable()
@@ -102,10 +102,10 @@ def classify(network: Network, images: PredictionInput, settings: PredictConfig,
     """Classify the images, and write the answers. Collective."""
     with ExitStack() as opened:
         answers = Answers(network, images, settings)
-        call_on_root(comm, partial(answers.open, opened))
+        on_root(comm, answers.open, opened)
         bad = predict(network, images, comm, answers.write)
-        call_on_root(comm, opened.close)
-    call_on_root(comm, answers.draw)
+        on_root(comm, opened.close)
+    on_root(comm, answers.draw)
     refuse_unusable(bad, len(images.names), settings.output)
     return 0
 
@@ -179,12 +179,13 @@ def predict(
     unusable: Unusable = {}
     with closing(classify_blocks(network, names, read, dtype, comm.size, comm.rank)) as own:
         for _ in range(0, len(names), network.block * comm.size):
-            block = call_on_all(comm, lambda: next(own, None))
+            with on_all(comm):
+                block = next(own, None)
             unusable |= block.unusable if block else {}
             if comm.rank:
                 with waiting("rank 0"):
                     comm.send(block, 0)
-            call_on_root(comm, partial(write_all, block, comm, write))
+            on_root(comm, write_all, block, comm, write)
     return gather_unusable(unusable, comm)
 
 
@@ -221,18 +222,16 @@ def restore_files(
 ) -> int:
     """Restore every image file with the network, and write PNG files to --output. Collective."""
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
-    names = call_on_root(comm, lambda: own_names(folder, files))
+    names = on_root(comm, own_names, folder, files)
     unusable: Unusable = {}
 
-    def restore_own() -> None:
+    with on_all(comm):
         how = len(files), np.dtype(np.uint8), lambda images: images.permute(0, 2, 3, 1)
         for block, images in predict_blocks(network, read, *how, comm.size, comm.rank):
             unusable.update(block.bad)
             for row, image in zip(block.rows, images, strict=True):
                 if row not in block.bad:
                     write_image(folder / names[row], image)
-
-    call_on_all(comm, restore_own)
     bad = gather_unusable(unusable, comm)
     if comm.rank == 0:
         say(f"{folder}: {len(files) - len(bad):,} images restored")

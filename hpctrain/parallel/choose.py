@@ -15,12 +15,12 @@ from hpctrain.parallel.mpi import (
     Comm,
     agreed,
     allgather,
-    call_on_all,
-    call_on_root,
     host_name,
     is_gpu_aware,
     library,
     minimum,
+    on_all,
+    on_root,
 )
 from hpctrain.parallel.nccl import Nccl, nccl_version
 from hpctrain.parallel.overlap import Overlapped, cut
@@ -49,7 +49,8 @@ def open_device(
     ranks as `choose_device` does.
     """
     local_rank, _ = local_ranks(comm)
-    device = call_on_all(comm, lambda: choose_device(requested, local_rank))
+    with on_all(comm):
+        device = choose_device(requested, local_rank)
     share = fair_threads(comm)
     torch.set_num_threads(threads(share))  # launchers set 1 or all cores
     keep_memory()
@@ -63,7 +64,7 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Trans
     all ranks as `choose_transport` and `make_transport` do.
     """
     ranks = allgather(comm, describe_rank(device))
-    choice = call_on_root(comm, lambda: choose_transport(ranks, wanted))
+    choice = on_root(comm, choose_transport, ranks, wanted)
     return make_transport(choice.name, comm, device), choice, describe_sharing(ranks)
 
 
@@ -85,7 +86,8 @@ def make_transport(name: str, comm: Comm, device: torch.device) -> Transport:
         case "nccl":
             return Nccl(comm)
         case "mpi-gpu":
-            call_on_all(comm, ask_mpi)
+            with on_all(comm):
+                ask_mpi()
             transport = DeviceMemory(comm)
             check_sum(transport, device)
             return transport

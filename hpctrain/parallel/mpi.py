@@ -4,9 +4,9 @@ This is the only module that imports mpi4py, and importing it initializes MPI; n
 before a subcommand needs several ranks. All other code receives a communicator.
 
 A user error gives one line on rank 0 and the same exit code on all ranks. That requires agreement:
-`call_on_root` runs a function on rank 0 and `call_on_all` on all ranks; both raise the same error
-on every rank. Any other error belongs to a single rank. It is printed with rank and host and aborts
-all ranks, because the others may be waiting in a collective.
+`on_root` calls a function on rank 0, and a block `with on_all(comm)` runs on all ranks; both raise
+the same error on every rank. Any other error belongs to a single rank. It is printed with rank and
+host and aborts all ranks, because the others may be waiting in a collective.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import socket
 import sys
 import traceback
 from array import array
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from hpctrain.cluster import launched_rank, launched_size, local_size
 from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.fault import fault
 from hpctrain.watchdog import MPI_INIT, current, doing, waiting
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LARGEST = 1 << 30  # bytes of one message: MPI before version 4 takes at most 2^31 - 1
 _finalize_limit = 60.0  # seconds
@@ -110,12 +112,12 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def call_on_root(comm: Comm, function: Callable[[], T]) -> T:
-    """Run `function` on rank 0; all ranks return its result or raise its Failure. Collective."""
+def on_root(comm: Comm, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` on rank 0; all ranks return its result or raise its Failure. Collective."""
     outcome: tuple[Any, Failure | None] = (None, None)
     if comm.rank == 0:
         try:
-            outcome = (function(), None)
+            outcome = (function(*args, **kwargs), None)
         except Failure as error:
             outcome = (None, agreed(error))
     with waiting("rank 0"):
@@ -178,18 +180,20 @@ def minimum(comm: Comm, *numbers: int) -> list[int]:
     return found.tolist()
 
 
-def call_on_all(comm: Comm, function: Callable[[], T]) -> T:
-    """Run `function` on all ranks; if it fails on any, all raise the first failure. Collective."""
-    result: list[T] = []
+@contextmanager
+def on_all(comm: Comm) -> Iterator[None]:
+    """Let all ranks raise the first Failure that any raises in the block. Collective.
+
+    After the block, its results exist on all ranks.
+    """
     failure = None
     try:
-        result.append(function())
+        yield
     except Failure as error:
         failure = error
     if first := first_of_all(comm, failure):
         text = str(first.value) if first.ranks == comm.size else f"rank {first.rank}: {first.value}"
         raise agreed(type(first.value)(text))
-    return result[0]
 
 
 def agreed(error: Failure) -> Failure:
@@ -200,7 +204,7 @@ def agreed(error: Failure) -> Failure:
 
 def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
     """Raise UsageError if ranks hold different facts (layout, versions, ...). Collective."""
-    expected = call_on_root(comm, lambda: facts)
+    expected = on_root(comm, lambda: facts)
     differing = [
         f"{name} differs between ranks: {value} on rank 0, {facts.get(name)} on rank {comm.rank}"
         for name, value in expected.items()

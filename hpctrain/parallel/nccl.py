@@ -23,7 +23,7 @@ import torch
 
 from hpctrain.errors import RunError
 from hpctrain.parallel.memory import built_for, torch_library
-from hpctrain.parallel.mpi import Comm, call_on_root
+from hpctrain.parallel.mpi import Comm, on_root
 from hpctrain.parallel.transport import Messages, Transport
 from hpctrain.watchdog import waiting
 
@@ -117,7 +117,7 @@ class Nccl(Transport):
         """Collective, on the current GPU of this thread."""
         super().__init__(comm)
         self._call = library or Library()
-        number = UniqueId.from_buffer_copy(call_on_root(comm, self._call.unique_id))
+        number = UniqueId.from_buffer_copy(on_root(comm, self._call.unique_id))
         self._group = c_void_p()
         with waiting():
             self._call("ncclCommInitRank", ctypes.byref(self._group), comm.size, number, comm.rank)

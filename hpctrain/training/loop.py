@@ -21,7 +21,7 @@ from hpctrain.errors import Failure, RunError
 from hpctrain.fault import fault
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed, allgather, call_on_all, minimum
+from hpctrain.parallel.mpi import agreed, allgather, minimum, on_all
 from hpctrain.streams import current_stream, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
@@ -262,15 +262,13 @@ def find_bad_image(run: Run, step: int) -> str | None:
     ]
     split = run.loader.split
 
-    def find() -> Bad:
-        bad = Bad()
-        for rows in indices:
-            split.gather(rows, np.empty((len(rows), *split.image_shape), split.dtype), bad=bad)
-            split.read_labels(rows, bad)
-        return bad
-
+    bad = Bad()
     try:
-        return describe_first(allgather(run.comm, call_on_all(run.comm, find)))
+        with on_all(run.comm):
+            for rows in indices:
+                split.gather(rows, np.empty((len(rows), *split.image_shape), split.dtype), bad=bad)
+                split.read_labels(rows, bad)
+        return describe_first(allgather(run.comm, bad))
     except Failure as error:
         return f"the images of step {step} cannot be read again: {error}"
 

@@ -20,7 +20,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.opening import require_split
 from hpctrain.packing.builtin import locate
-from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
+from hpctrain.parallel.mpi import Comm, on_all, on_root
 from hpctrain.plan import Plan
 from hpctrain.text import counted
 from hpctrain.training.staging import stage
@@ -107,7 +107,7 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
         require_split(pack, split)
         return pack
 
-    return call_on_root(comm, find)
+    return on_root(comm, find)
 
 
 def check_memory(plan: Plan, info: SplitInfo, verify: bool, ranks: int) -> str:
@@ -155,9 +155,13 @@ def make_reading(config: Config, plan: Plan, source: Split, shards: range, comm:
             needed = range(0, max(reach.stop, min(FIRST_ROWS, len(source))))
         pack = stage(config.stage, source, needed, comm)
         source.close()
-        source = call_on_all(comm, lambda: Split(pack, "train", verify=config.verify))
-    call_on_all(comm, lambda: source.hold(reach))
+        with on_all(comm):
+            source = Split(pack, "train", verify=config.verify)
+    with on_all(comm):
+        source.hold(reach)
     order = order_of(plan, source)
     if isinstance(order, BalancedOrder):  # reads all labels of the shards
-        call_on_all(comm, lambda: [order.classes(shard) for shard in shards])
+        with on_all(comm):
+            for shard in shards:
+                order.classes(shard)
     return Reading(source.pack, config.verify, source, order)

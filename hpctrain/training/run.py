@@ -22,7 +22,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.tasks import Task
 from hpctrain.models import InitialWeights
 from hpctrain.parallel.device import hardware_key
-from hpctrain.parallel.mpi import Comm, agreed, call_on_root
+from hpctrain.parallel.mpi import Comm, agreed, on_root
 from hpctrain.parallel.placement import Choice
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
@@ -191,7 +191,7 @@ def restore(run: Run, earlier: PreviousLaunch | None) -> list[str]:
     if earlier.plan.deterministic and saved.get("key") != here:
         notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")
     best = best_file(earlier.folder, state.best.step)
-    if state.best.step and not call_on_root(comm, lambda: has_best(best, checkpoint.best)):
+    if state.best.step and not on_root(comm, has_best, best, checkpoint.best):
         notes.append(f"{best} is gone: the best of what follows is kept")
         state.best, state.best_loss = NOTHING, math.inf
     return notes
@@ -205,6 +205,6 @@ def read_on_all(comm: Comm, read: Callable[[], Tensors]) -> Tensors:
         mine.update(read())
         return {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
 
-    for name, (shape, dtype) in call_on_root(comm, shapes).items():
+    for name, (shape, dtype) in on_root(comm, shapes).items():
         broadcast(comm, mine.setdefault(name, torch.empty(shape, dtype=dtype)))
     return mine

@@ -30,9 +30,9 @@ from hpctrain.parallel.device import place
 from hpctrain.parallel.hosts import local_ranks
 from hpctrain.parallel.mpi import (
     Comm,
-    call_on_all,
-    call_on_root,
     check_equal_on_all,
+    on_all,
+    on_root,
 )
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.text import brief, listed
@@ -61,8 +61,9 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     """
     # Data and device
     pack = open_pack(config, "train", comm)
-    call_on_all(comm, lambda: check_data(config, pack))
-    train = call_on_all(comm, lambda: Split(pack, "train", verify=config.verify))
+    with on_all(comm):
+        check_data(config, pack)
+        train = Split(pack, "train", verify=config.verify)
     if pack.fit:
         from hpctrain.data.images import decoder_versions  # imports Pillow
 
@@ -72,17 +73,20 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     )
 
     # Network: what it learns, how its input is scaled, what it does with the first samples
-    model, init = call_on_all(comm, lambda: make_model(config, pack, not saved))
+    with on_all(comm):
+        model, init = make_model(config, pack, not saved)
     like = next(model.parameters())
     place(model, device, config.channels_last)
-    frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
-    weights = call_on_root(comm, lambda: find_class_weights(config.class_weights, train))
+    with on_all(comm):
+        frozen = freeze(model, config.freeze)
+    weights = on_root(comm, find_class_weights, config.class_weights, train)
     precision = earlier.precision if earlier else config.precision
-    task = call_on_all(comm, lambda: make_own_task(config, precision, weights, pack, like))
-    scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
+    with on_all(comm):
+        task = make_own_task(config, precision, weights, pack, like)
+        scaling, why = choose_scaling(config, earlier, pack, model, init)
+        norms = BatchNorms(model, config.batch_norm)
     prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
-    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
-    probe = call_on_root(comm, lambda: probe_model(norms, task, train, prepare, config))
+    probe = on_root(comm, probe_model, norms, task, train, prepare, config)
 
     # Plan
     facts = Facts(
@@ -101,7 +105,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         class_weights=weights,
         scaling=scaling,
     )
-    plan = call_on_root(
+    plan = on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
 
@@ -116,9 +120,8 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     # Loader
     shards = runs[comm.rank]
     on_host = local_ranks(comm)[1]
-    kept = call_on_all(
-        comm, lambda: check_memory(plan, pack.splits["train"], config.verify, on_host)
-    )
+    with on_all(comm):
+        kept = check_memory(plan, pack.splits["train"], config.verify, on_host)
     data = make_reading(config, plan, train, shards, comm)
     doing("setting up")  # replaces the last piece that was staged
     augmentation = Augmentation.of(config)
@@ -159,9 +162,10 @@ def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Co
     """
     if name is None:
         return prepare
-    own = call_on_all(comm, lambda: import_own(name, "--augment", "images", "generator"))
+    with on_all(comm):
+        own = import_own(name, "--augment", "images", "generator")
     rows, key = np.arange(min(FIRST_ROWS, len(source))), random_key("own functions")
-    call_on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
+    on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
     return with_augment(own, prepare)
 
 

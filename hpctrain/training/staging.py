@@ -19,7 +19,7 @@ from hpctrain.data.split import File, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import check_room, remove_left_behind, whole_file, write_at, writing
 from hpctrain.parallel.hosts import comm_of_host
-from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root
+from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.watchdog import doing
 
 PIECE = 1 << 20  # bytes copied at a time
@@ -39,7 +39,8 @@ def stage(folder: str, source: Split, samples: range, comm: Comm) -> Pack:
     host, size = comm_of_host(comm), pack.sizes[pack.path]
     needed = allgather(host, samples)
     samples = range(min(each.start for each in needed), max(each.stop for each in needed))
-    parts = call_on_all(comm, lambda: parts_to_copy(source, samples))
+    with on_all(comm):
+        parts = parts_to_copy(source, samples)
     name = f"hpctrain-{pack.uuid}-{samples.start}-{samples.stop}.staged"
     final = Path(folder).absolute() / name
 
@@ -63,16 +64,15 @@ def stage(folder: str, source: Split, samples: range, comm: Comm) -> Pack:
                 file.truncate(size)
                 return file.name
 
-        def finish() -> None:
-            """Write the copy to the disk and give it its final name."""
-            with writing(final):
-                stack.close()
-
-        created = call_on_all(comm, begin)
-        temporary = call_on_root(host, lambda: created)
+        with on_all(comm):
+            created = begin()
+        temporary = on_root(host, lambda: created)
         share = islice(pieces(parts), host.rank, None, host.size)
-        call_on_all(comm, lambda: copy(pack, temporary, share) if temporary else None)
-        call_on_all(comm, finish)
+        with on_all(comm):
+            if temporary:
+                copy(pack, temporary, share)
+        with on_all(comm), writing(final):  # once all ranks have copied
+            stack.close()
 
     splits = {name: info._replace(path=str(final)) for name, info in pack.splits.items()}
     return replace(pack, path=str(final), splits=splits, sizes={str(final): size}, staged=True)

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from hpctrain.cluster import LEFT
@@ -24,11 +23,11 @@ from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
     agreed,
-    call_on_all,
-    call_on_root,
     first_of_all,
     host_name,
     limit_finalize,
+    on_all,
+    on_root,
     start_mpi,
 )
 from hpctrain.plan import check_unchanged, describe_plan
@@ -100,9 +99,9 @@ def run_training(
     UsageError or RunError, the same on all ranks unless a single rank fails.
     """
     comm = start_mpi() if comm is None else comm
-    config = call_on_root(comm, lambda: config)
-    call_on_root(comm, lambda: check_settings(config))
-    times = call_on_root(comm, lambda: read_times(config))
+    config = on_root(comm, lambda: config)
+    on_root(comm, check_settings, config)
+    times = on_root(comm, read_times, config)
     limit_finalize(min(60.0, times.timeout))
     lock = RunLock()
     with ExitStack() as stack:
@@ -113,10 +112,10 @@ def run_training(
             watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
             stack.enter_context(watchdog)
         started("setting up")
-        earlier = call_on_root(comm, lambda: find_previous_launch(config, lock))
+        earlier = on_root(comm, find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
             pack = open_pack(config, "train", comm)
-            return call_on_root(comm, partial(say_finished, earlier, pack))
+            return on_root(comm, say_finished, earlier, pack)
         precision = earlier.plan.precision if earlier else config.precision
         if earlier:
             config = dataclasses.replace(config, precision=earlier.precision)
@@ -125,10 +124,10 @@ def run_training(
         run = stack.enter_context(closing(set_up(config, comm, plan, checkpoint is not None)))
         if config.dry_run:
             notes = (f"note           {note}" for note in run.notes)
-            call_on_root(comm, lambda: say("\n".join([*describe_plan(run.plan), *notes])))
+            on_root(comm, say, "\n".join([*describe_plan(run.plan), *notes]))
             return TrainingResult(None, "planned")
         wants = {"on_evaluation": on_evaluation}
-        call_on_root(comm, lambda: require_validation(run.pack, wants))
+        on_root(comm, require_validation, run.pack, wants)
         restored = restore(run, earlier)
         stack.enter_context(open_run(run, earlier, lock, times, on_evaluation))
         for note in (*restored, *run.notes, *facts_to_note(run, times)):
@@ -167,10 +166,11 @@ def open_run(
     If training cannot continue, the reason is recorded.
     """
     config, comm = run.config, run.comm
-    run.folder = call_on_root(
+    run.folder = on_root(
         comm, lambda: open_run_folder(run, earlier) if earlier else make_run_folder(run, lock)
     )
-    call_on_all(comm, lambda: keep_in(run.folder / HEARTBEATS))
+    with on_all(comm):
+        keep_in(run.folder / HEARTBEATS)
     mine = run.folder if comm.rank == 0 else None
     best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
     writes = Writer(mine, run.checkpoints, config.keep_checkpoints, best) if mine else nullcontext()
@@ -221,7 +221,7 @@ def record_failure(run: Run, error: CannotContinue) -> Failure:
         doing("saving")
         try:
             compare_ranks(run)
-            call_on_root(run.comm, partial(save_all, run))
+            on_root(run.comm, save_all, run)
         except RunError as second:
             error = type(error)(f"{error}; not saved: {second}")
     run.recorder.end("failed", str(error), repeats=isinstance(error, NonFinite))
@@ -267,21 +267,21 @@ def finish(run: Run, first: int) -> TrainingResult:
     compare_ranks(run)
     doing("saving")
     save_checkpoint(run)
-    call_on_root(comm, partial(wait_for_writer, run))
+    on_root(comm, wait_for_writer, run)
     validates = "validation" in run.pack.splits and state.validated < state.step
     stopped = state.ended is EndReason.STOP
     if validates and not stopped and not state.is_preempted():
         validate(run)
-        call_on_root(comm, partial(wait_for_writer, run))
+        on_root(comm, wait_for_writer, run)
     if state.is_preempted():
         return end_preempted(run, state.step - first)
     choose_network(run)
-    call_on_root(comm, partial(save_network, run))  # before anything else can fail
+    on_root(comm, save_network, run)  # before anything else can fail
     tests = test(run) if run.config.test else {}
     if state.is_preempted():
         return end_preempted(run, state.step - first)
-    call_on_root(comm, partial(save_network, run))
-    call_on_root(comm, partial(show_work, run))
+    on_root(comm, save_network, run)
+    on_root(comm, show_work, run)
     status = "stopped" if stopped else "done"
     run.recorder.end(
         status,

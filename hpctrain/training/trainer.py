@@ -28,7 +28,7 @@ from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import hardware_key, seed_torch
 from hpctrain.parallel.message import Message, Report
-from hpctrain.parallel.mpi import call_on_all, check_equal_on_all
+from hpctrain.parallel.mpi import check_equal_on_all, on_all
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
@@ -71,11 +71,9 @@ class Trainer:
         comm, model = transport.comm, norms.model
         self.model, self.norms = model, norms
 
-        def lay_out_message() -> Message:
+        with on_all(comm):
             groups = parameter_groups(model, config)
-            return Message(model, norms.channels, comm.rank, comm.size, groups)
-
-        self.message = message = call_on_all(comm, lay_out_message)
+            self.message = message = Message(model, norms.channels, comm.rank, comm.size, groups)
         fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
         alike = {
             "hpctrain": __version__,
@@ -86,17 +84,14 @@ class Trainer:
         if plan.deterministic:
             alike["the kind of hardware"] = hardware_key(message.device)
         check_equal_on_all(comm, alike)
-        self.backward = call_on_all(
-            comm, lambda: make_backward(model, task, message, config.compile, config.cuda_graphs)
-        )
+        with on_all(comm):
+            self.backward = make_backward(model, task, message, config.compile, config.cuda_graphs)
         broadcast(comm, message.weights)
         in_order = runs if plan.deterministic else None
-        self.reduce = call_on_all(
-            comm,
-            lambda: choose_reduce(
+        with on_all(comm):
+            self.reduce = choose_reduce(
                 comm, message, in_order, plan.comm_dtype, transport, config.overlap
-            ),
-        )
+            )
         self.optimizer = make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups)
         self.clip_norm = config.clip_norm
         #: Number of steps that are started before the totals of one are read.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from hpctrain.inference.network import describe
 from hpctrain.inference.tasks import Denoising, network_output
 from hpctrain.models import evaluating, read_model, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
-from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
+from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import best_file, evaluation_file
 from hpctrain.training.reading import FIRST_ROWS
 from hpctrain.training.run import CannotContinue, EndReason, Run, read_on_all
@@ -111,7 +110,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     fault("evaluation.begun")
     model, prepare, block = run.trainer.model, run.prepare, run.plan.evaluation_rows
     try:
-        source = call_on_all(comm, lambda: run.data.split(split))
+        with on_all(comm):
+            source = run.data.split(split)
         with evaluated_network(run):
             result = evaluate(model, source, run.task, prepare, comm, block, go_on)
     except Failure as error:
@@ -155,7 +155,7 @@ def test(run: Run) -> dict[str, float | None]:
         if not run.pack.splits[split].samples or (result := evaluation(run, split)) is None:
             continue
         what = result, run.pack, run.folder / MODEL_FILE, split
-        call_on_root(run.comm, partial(write_evaluation, evaluation_file(run.folder, split), *what))
+        on_root(run.comm, write_evaluation, evaluation_file(run.folder, split), *what)
         if run.task.classes:
             found[f"{split}_accuracy"] = result.accuracy
         else:
