@@ -15,9 +15,8 @@ from typing import Any
 
 from hpctrain.config import Config, byte_count, optimizer_and_rate, worker_loads
 from hpctrain.config.others import evaluation_rows
-from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
+from hpctrain.data.partition import READ_BYTES, Partition, assign_shards, cut_epoch
 from hpctrain.errors import UsageError
-from hpctrain.parallel.placement import assign_shards
 from hpctrain.text import brief, counted, min_to_max
 from hpctrain.typed import from_fields, parse_toml
 

@@ -16,7 +16,7 @@ MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p 
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
     "hpctrain errors text console typed config* files fault cluster"
-    " streams watchdog data.partition parallel.placement",
+    " streams watchdog data.partition",
     "plan",
     "data* parallel* models* report*",
     "training* inference* packing*",

@@ -10,11 +10,16 @@ j has
 samples, with c_j = b_0 + ... + b_{j-1}. As r_j <= b_j, all shards finish in the same step, and
 every sample is read exactly once per epoch. Partitions are contiguous ranges of samples;
 ``orders.py`` defines the order in which they are read.
+
+A rank carries a contiguous run of shards, which are logical workers, and processes them one after
+another: more shards than ranks means gradient accumulation. Data, their order and random numbers
+depend on the shard.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,3 +132,28 @@ def random_key(*parts: int | str) -> int:
     text = "|".join(f"{type(part).__name__}:{part!r}" for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
+    """Assign a run of at least one shard to each of `size` ranks, in proportion to its load.
+
+    `loads` are positive numbers, one per rank; without them all are equal. Every shard goes to the
+    rank that would finish first with it (so that the slowest rank finishes as early as possible),
+    in a tie to the first. Raises UsageError for more ranks than shards, since a rank without work
+    would only wait, and for loads that are not one per rank.
+    """
+    if size > shards:
+        raise UsageError(
+            f"{size} ranks cannot carry {shards} shards: start at most {shards}; a new run may have"
+            f" --shards {size} (a run keeps those of its first launch, by default one per rank)"
+        )
+    if loads and len(loads) != size:
+        raise UsageError(f"--worker-load names {len(loads)} ranks, but there are {size}")
+    counts, speeds = [1] * size, loads or [1.0] * size
+    heap = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # with one shard more
+    heapq.heapify(heap)
+    for _ in range(shards - size):
+        rank = heap[0][1]
+        counts[rank] += 1
+        heapq.heapreplace(heap, ((counts[rank] + 1) / speeds[rank], rank))
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import reduce
+from operator import or_
 from typing import cast
 
 from hpctrain.cluster import place_in_step
 from hpctrain.parallel.mpi import MPI, Comm, allgather, host_name, minimum
-from hpctrain.parallel.placement import crowd
 from hpctrain.watchdog import waiting
 
 HOST = MPI.Comm.Create_keyval()  # attribute of a communicator: the communicator of its host
@@ -62,5 +63,8 @@ def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
     masks: dict[str, list[int]] = {}
     for host, mask in allgather(comm, (host_name(), core_mask())):
         masks.setdefault(host, []).append(mask)
-    _, ranks, cores = max(map(crowd, masks.values()))
-    return sorted(masks), ranks, cores
+    cores = {host: reduce(or_, each).bit_count() for host, each in masks.items()}
+    _, ranks, least = max(
+        (len(masks[host]) / cores[host], len(masks[host]), cores[host]) for host in masks
+    )
+    return sorted(masks), ranks, least

@@ -70,13 +70,6 @@ class Library:
         if code := getattr(self._handle, name)(*arguments):
             self.fail(name, code)
 
-    def has(self, name: str) -> bool:
-        """Whether the library has a function, which takes the arguments of ncclAllGather."""
-        found = hasattr(self._handle, name)
-        if found:
-            getattr(self._handle, name).argtypes = FUNCTIONS["ncclAllGather"]
-        return found
-
     def fail(self, name: str, code: int) -> None:
         """Raise RunError for an error code that the function `name` returned."""
         words = [self._handle.ncclGetErrorString(code), self._handle.ncclGetLastError(None)]
@@ -136,15 +129,6 @@ class Nccl(Transport):
                         where = rank, self._group, _stream(vector)
                         self._call(name, vector.data_ptr(), len(vector), _type(vector), *where)
         self._check()
-
-    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
-        places, where = (vector.data_ptr(), received.data_ptr()), (self._group, _stream(vector))
-        if self._call.has("ncclAlltoAll"):
-            length = len(vector) // self.comm.size
-            self._call("ncclAlltoAll", *places, length, _type(vector), *where)
-            self._check()
-        else:  # before NCCL 2.28
-            self._exchange_blocks(vector, received)
 
     def allgather(self, vector: torch.Tensor) -> None:
         length, where = len(vector) // self.comm.size, (self._group, _stream(vector))

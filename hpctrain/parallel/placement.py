@@ -1,10 +1,4 @@
-"""Assignment of shards to ranks, the device of each rank, and the transport of messages.
-
-All ranks decide from the same values, so they agree without communication.
-
-A rank carries a contiguous run of shards, which are logical workers, and processes them one after
-another: more shards than ranks means gradient accumulation. Data, their order and random numbers
-depend on the shard.
+"""The GPU of each rank, and the transport of messages: pure functions of what all ranks have.
 
 Transports:
 
@@ -17,49 +11,11 @@ mpi-gpu   GPUs, whose memory is passed to MPI: only on request
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from functools import reduce
-from itertools import accumulate
-from operator import or_
 from typing import NamedTuple
 
 from hpctrain.errors import UsageError
 from hpctrain.text import counted
-
-
-def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
-    """Assign a run of at least one shard to each of `size` ranks, in proportion to its load.
-
-    `loads` are positive numbers, one per rank; without them all are equal. Every shard goes to the
-    rank that would finish first with it (so that the slowest rank finishes as early as possible),
-    in a tie to the first. Raises UsageError for more ranks than shards, since a rank without work
-    would only wait, and for loads that are not one per rank.
-    """
-    if size > shards:
-        raise UsageError(
-            f"{size} ranks cannot carry {shards} shards: start at most {shards}; a new run may have"
-            f" --shards {size} (a run keeps those of its first launch, by default one per rank)"
-        )
-    if loads and len(loads) != size:
-        raise UsageError(f"--worker-load names {len(loads)} ranks, but there are {size}")
-    counts, speeds = [1] * size, loads or [1.0] * size
-    heap = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # with one shard more
-    heapq.heapify(heap)
-    for _ in range(shards - size):
-        rank = heap[0][1]
-        counts[rank] += 1
-        heapq.heapreplace(heap, ((counts[rank] + 1) / speeds[rank], rank))
-    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
-
-
-def crowd(masks: Sequence[int]) -> tuple[float, int, int]:
-    """Return ranks per core, the number of ranks and the number of cores of a host.
-
-    `masks` holds a bit mask of the allowed cores for each rank of the host: bit N is core N.
-    """
-    cores = reduce(or_, masks).bit_count()
-    return len(masks) / cores, len(masks), cores
 
 
 class RankDevice(NamedTuple):

@@ -8,7 +8,7 @@
 A `Transport` moves the bytes (transport.py). Nothing else in a step waits for the device.
 
 MPI has no bfloat16 (Open MPI would add its bytes as numbers without an error). In `Bfloat16Reduce`
-every rank therefore sends each other rank the slice which that rank owns (Alltoall), the owner
+every rank therefore sends each other rank the slice which that rank owns, the owner
 adds the slices in float32, and the sums return in bfloat16 (Allgather). This sends as many bytes
 as a ring; a gradient is rounded twice, to 8 significant bits. Moments, counts and seconds are sent
 unrounded in the same two calls. Every rank owns one block of the send buffer: its slice of the rest
@@ -99,6 +99,10 @@ class Bfloat16Reduce(Reduce):
         narrow, plain = _parts(self._all, self.size, few, block)
         self._own = narrow[self.rank], plain[self.rank]
         self._copies = [*_rows(gradients, narrow), *_rows(rest, plain)]
+        out, into = (each.tensor_split(self.size) for each in (self._all, self._sent))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._slices = [(r, [out[r]]) for r in others], [(r, [into[r]]) for r in others]
+        self._kept = into[self.rank], out[self.rank]
         narrow, self._received = _parts(self._sent, self.size, few, block)
         self._sums = empty((many,), torch.float32, gradients.device)
         width = max(1, AT_ONCE[gradients.device.type] // self.size)
@@ -113,7 +117,9 @@ class Bfloat16Reduce(Reduce):
             return
         for vector, block in self._copies:
             block.copy_(vector)  # rounds to nearest
-        self.transport.alltoall(self._all, self._sent)
+        to, own = self._kept
+        to.copy_(own)
+        self.transport.exchange(*self._slices)
         narrow, plain = self._own
         torch.sum(self._received, 0, out=plain)
         for column, total in self._columns:

@@ -7,7 +7,7 @@
     DeviceMemory   device memory is passed to MPI, which must be GPU-aware ("mpi-gpu")
     nccl.Nccl      NCCL sums and moves device memory, queued on torch's stream
 
-All have the same four calls on vectors, in the order of torch's current stream: work queued before
+All have the same three calls on vectors, in the order of torch's current stream: work queued before
 is complete when the bytes are sent, and work queued afterwards sees the result. `reduce.py` builds
 the one communication of a step from them.
 """
@@ -47,16 +47,8 @@ class Transport:
         are received in the order in which it sends them.
         """
 
-    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
-        """Send every rank its block of `vector`, and receive one of each; all are equally long."""
-
     def allgather(self, vector: torch.Tensor) -> None:
         """Send this rank's block of `vector` to all ranks, and receive theirs in `vector`."""
-
-    def _exchange_blocks(self, vector: torch.Tensor, received: torch.Tensor) -> None:
-        """Do what `alltoall` does, by `exchange`."""
-        blocks = (each.tensor_split(self.comm.size) for each in (vector, received))
-        self.exchange(*([(rank, [block]) for rank, block in enumerate(each)] for each in blocks))
 
 
 def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
@@ -86,10 +78,6 @@ class HostMemory(Transport):
         if sum(map(len, vectors)) * vectors[0].element_size() <= self._largest:
             return [vectors]
         return [[piece] for vector in vectors for piece in self._pieces(vector)]
-
-    def _fits(self, vector: torch.Tensor) -> bool:
-        """Whether the block of each rank is small enough for a message."""
-        return vector.nbytes <= self._largest * self.comm.size
 
     def _buffer(self, vector: torch.Tensor) -> Any:
         """Return the vector as a buffer for mpi4py."""
@@ -130,14 +118,8 @@ class HostMemory(Transport):
         kind = mpi_type(vectors[0]).Create_hindexed([len(v) for v in vectors], places)
         return [MPI.BOTTOM, 1, kind.Commit()]
 
-    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
-        if self._fits(vector):
-            self.comm.Alltoall(self._message(vector), self._message(received))
-        else:
-            self._exchange_blocks(vector, received)
-
     def allgather(self, vector: torch.Tensor) -> None:
-        if self._fits(vector):
+        if vector.nbytes <= self._largest * self.comm.size:
             self.comm.Allgather(MPI.IN_PLACE, self._message(vector))
             return
         blocks, own = vector.tensor_split(self.comm.size), self.comm.rank
@@ -223,13 +205,6 @@ class Pinned(Transport):
         for (_, vectors), packed in zip(receives, into, strict=True):
             for vector, part in _parts(vectors, packed):
                 vector.copy_(part, non_blocking=True)
-
-    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
-        out, into = self._host_of(vector), self._host_of(received)
-        out.copy_(vector, non_blocking=True)
-        current_stream(vector.device).synchronize()
-        self._host.alltoall(out, into)
-        received.copy_(into, non_blocking=True)
 
     def allgather(self, vector: torch.Tensor) -> None:
         host, size = self._host_of(vector), len(vector) // self.comm.size

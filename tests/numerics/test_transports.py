@@ -35,15 +35,10 @@ def test_an_allreduce_sums_in_place(comm, transport, dtype):
 @RANKS
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_blocks_go_where_they_should(comm, transport, dtype):
+def test_blocks_go_to_all_ranks(comm, transport, dtype):
     way, size = MAKERS[transport](comm), comm.size
-    sent = torch.tensor([16 * comm.rank + peer for peer in range(size) for _ in range(30)])
-    received = torch.zeros(30 * size, dtype=dtype)
-    expected = [16 * peer + comm.rank for peer in range(size) for _ in range(30)]
     everywhere = [rank + 1 for rank in range(size) for _ in range(30)]
     for _ in range(2):
-        way.alltoall(sent.to(dtype), received)
-        assert received.tolist() == expected or size == 1
         gathered = torch.zeros(30 * size, dtype=dtype)
         gathered[30 * comm.rank : 30 * (comm.rank + 1)] = comm.rank + 1
         way.allgather(gathered)
@@ -130,7 +125,6 @@ def test_no_message_has_more_bytes_than_mpi_can_count():
     for call, sent, received in (
         (lambda way: way.allreduce(vector), length * 4, 0),
         (lambda way: way.exchange([(0, [own])], [(2, [own, own])]), block, 2 * block),
-        (lambda way: way.alltoall(vector, vector), 3 * block, 3 * block),
         (lambda way: way.allgather(vector), 2 * block, 2 * block),
     ):
         comm = Noting()

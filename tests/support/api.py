@@ -14,7 +14,7 @@ __all__ = ["command_line", "train"]
 
 # The tools around a run: record, watch, doctor
 from hpctrain import doctor
-from hpctrain.parallel.placement import assign_shards
+from hpctrain.data.partition import assign_shards
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.fields import FIELDS
 from hpctrain.report.record import HistoryReader, read_records, truncate_record

@@ -32,17 +32,13 @@ class SimulatedRank(Transport):
             for vector, values in zip(vectors, arrived, strict=True):
                 vector.copy_(values)
 
-    def alltoall(self, vector, received):
-        self.exchange(self.blocks(vector), self.blocks(received))
-
     def allgather(self, vector):
-        blocks = self.blocks(vector)
-        _, own = blocks.pop(self.comm.rank)
-        self.exchange([(peer, own) for peer, _ in blocks], blocks)
-
-    def blocks(self, vector):
         blocks = vector.split(len(vector) // self.comm.size)
-        return [(rank, [block]) for rank, block in enumerate(blocks)]
+        others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+        own = blocks[self.comm.rank]
+        self.exchange(
+            [(peer, [own]) for peer in others], [(peer, [blocks[peer]]) for peer in others]
+        )
 
 
 def on_simulated_ranks(size, work):

@@ -431,16 +431,12 @@ static Result blocks(char *from, size_t apart, char *to, size_t count, int type,
     return code ? code : ended;
 }
 
-Result ncclAlltoAll(void *from, void *to, size_t count, int type, Comm *comm, void *stream) {
-    return blocks(from, count * width(type), to, count, type, comm, stream);
-}
-
 Result ncclAllGather(void *from, void *to, size_t count, int type, Comm *comm, void *stream) {
     return blocks(from, 0, to, count, type, comm, stream);
 }
 
 #define ABSENT(name) Result name(void) { return fail(INTERNAL_ERROR, #name " is not played"); }
-ABSENT(ncclBcast) ABSENT(ncclBroadcast)
+ABSENT(ncclAlltoAll) ABSENT(ncclBcast) ABSENT(ncclBroadcast)
 ABSENT(ncclCommDeregister) ABSENT(ncclCommInitAll) ABSENT(ncclCommInitRankConfig)
 ABSENT(ncclCommInitRankScalable) ABSENT(ncclCommMemStats) ABSENT(ncclCommRegister)
 ABSENT(ncclCommResume) ABSENT(ncclCommShrink) ABSENT(ncclCommSplit) ABSENT(ncclCommSuspend)
