@@ -7,9 +7,9 @@ from hpctrain.models.build import (
     check_names,
     checked_output,
     evaluating,
+    own_input,
 )
 from hpctrain.models.init import InitialWeights, load_init
-from hpctrain.models.timm_networks import own_input
 from hpctrain.models.weights import (
     as_bytes,
     load_weights,

@@ -28,8 +28,7 @@ from functools import partial
 import torch
 
 from hpctrain.errors import RunError
-from hpctrain.parallel.layout import Layout
-from hpctrain.parallel.message import Message
+from hpctrain.parallel.message import Layout, Message
 from hpctrain.parallel.mpi import check_threads
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.streams import Event, Stream, current_stream, record_event

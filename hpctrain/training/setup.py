@@ -36,7 +36,7 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.text import brief, listed
-from hpctrain.training.finetune import describe_frozen, freeze
+from hpctrain.training.optimizer import describe_frozen, freeze
 from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
     FIRST_ROWS,

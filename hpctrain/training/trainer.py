@@ -36,11 +36,11 @@ from hpctrain.streams import IN_FLIGHT, Clock
 from hpctrain.text import listed
 from hpctrain.training.compute import make_backward
 from hpctrain.training.control import StepFlags
-from hpctrain.training.finetune import parameter_groups
 from hpctrain.training.optimizer import (
     clip_gradient,
     gate_update,
     make_optimizer,
+    parameter_groups,
     set_learning_rate,
 )
 
