@@ -4,9 +4,9 @@
 weights. Nothing is downloaded: published weights are a file for ``--init``. Its attribute
 `pretrained_cfg` holds the size and the normalization of images for them.
 
-Any other ``package.module:function`` is imported and called as ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module
-that maps images (N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores
-images.
+Any other ``package.module:function`` is imported and called as
+``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps images
+(N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores images.
 """
 
 from __future__ import annotations

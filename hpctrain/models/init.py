@@ -3,8 +3,9 @@
 Names may have a prefix: "module." (DataParallel), "model." (Lightning), "backbone.". It is found,
 not listed: it is the one with which most names are those of the network.
 
-Of files of torch.save (.pth, .pt, .ckpt), only tensors and plain values are read (``weights_only``),
-so that no code of a file is executed. The tensors may lie in an entry, such as "state_dict".
+Of files of torch.save (.pth, .pt, .ckpt), only tensors and plain values are read
+(``weights_only``), so that no code of a file is executed. The tensors may lie in an entry, such as
+"state_dict".
 """
 
 from __future__ import annotations
