@@ -1,7 +1,7 @@
 """The plan of a run: all that follows from configuration, ranks, machine, model and pack.
 
-Rank 0 resolves it once, with a pure function, and stores it; later launches read it and adapt it
-to their ranks. `describe_plan` prints it, one line per decision.
+Rank 0 resolves it once, with a pure function, and stores it; later launches, on other ranks, read
+it. `describe_plan` prints it, one line per decision.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from hpctrain.config import Config, byte_count, optimizer_and_rate, worker_loads
 from hpctrain.config.others import evaluation_rows
-from hpctrain.data.partition import READ_BYTES, Partition, assign_shards, cut_epoch
+from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, counted, min_to_max
 from hpctrain.typed import from_fields, parse_toml
@@ -52,9 +53,7 @@ class Plan:
     image_shape: tuple[int, int, int]  # (H, W, C)
     classes: int
     pack_uuid: str
-    ranks: int  # at first launch
     shards: int
-    runs: tuple[tuple[int, int], ...]  # shards of each rank: first and end
     batch_size: int  # global batch size: samples of a full step over all shards
     shares: tuple[int, ...]  # samples of a full step, by shard
     last: tuple[int, ...]  # samples of the last step of an epoch, by shard
@@ -97,10 +96,9 @@ class Plan:
         return self.epochs * self.steps_per_epoch
 
     def digest(self) -> str:
-        """Return a hash of all fields that determine the results: all but the ranks of a launch."""
-        fields = dataclasses.asdict(self)
-        del fields["ranks"], fields["runs"]
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+        """Return a hash of all fields."""
+        fields = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(fields.encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "digest": self.digest()}, sort_keys=True)
@@ -118,9 +116,8 @@ def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
 def resolve(config: Config, facts: Facts) -> Plan:
     """Resolve the plan of a first launch. Raises UsageError if the numbers are inconsistent."""
     model = model_name(config, facts.image_shape)
-    loads, shards = worker_loads(config.worker_load), shard_count(config, facts.ranks)
+    shards = shard_count(config, facts.ranks)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.min_samples)
-    runs = assign_shards(shards, facts.ranks, loads)
     row_bytes = facts.buffered_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = facts.block_rows or -(-READ_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
@@ -142,9 +139,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         image_shape=facts.image_shape,
         classes=facts.classes,
         pack_uuid=facts.pack_uuid,
-        ranks=facts.ranks,
         shards=shards,
-        runs=tuple((run.start, run.stop) for run in runs),
         batch_size=partition.batch_size,
         shares=partition.shares,
         last=partition.last,
@@ -244,7 +239,7 @@ def read_plan(fields: Any) -> Plan:
 
 
 def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
-    """Adapt the plan of a run's first launch to the ranks, threads and larger --epochs of this one.
+    """Adapt the plan of a run's first launch to the threads and the larger --epochs of this one.
 
     Raises UsageError, with the difference, if the data, the device, the model or the version of
     the plan has changed.
@@ -264,12 +259,9 @@ def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
         ("class weights", plan.class_weights, facts.class_weights),
     ):
         check_unchanged(what, old, new)
-    runs = assign_shards(plan.shards, facts.ranks, worker_loads(config.worker_load))
     epochs = max(plan.epochs, config.epochs or 0)
     return dataclasses.replace(
         plan,
-        ranks=facts.ranks,
-        runs=tuple((run.start, run.stop) for run in runs),
         threads=cpu_threads(config, facts.threads, plan),
         epochs=epochs,
     )
@@ -286,8 +278,8 @@ def check_unchanged(what: str, old: object, new: object) -> None:
 MOST_SHARES = 16  # listed one by one
 
 
-def describe_plan(plan: Plan) -> list[str]:
-    """Return the plan as text, one line per decision."""
+def describe_plan(plan: Plan, runs: Sequence[range]) -> list[str]:
+    """Return the plan as text, one line per decision, with the shards of each rank, `runs`."""
     height, width, channels = plan.image_shape
     last = sum(plan.last)
     warmup = f" after {plan.warmup_steps:,} steps" if plan.warmup_steps else ""
@@ -296,10 +288,10 @@ def describe_plan(plan: Plan) -> list[str]:
         ("model", plan.model),
         *(("input", _listed(values)) for values in plan.scaling),  # mean, std
         ("data", f"{plan.rows:,} training images, pack {plan.pack_uuid}"),
-        ("ranks", f"{plan.ranks} on {plan.device}, {plan.threads} CPU threads each"),
-        ("shards", _shards(plan)),
+        ("ranks", f"{len(runs)} on {plan.device}, {plan.threads} CPU threads each"),
+        ("shards", _shards(plan, runs)),
         ("order", _order(plan)),
-        ("mini-batch", _batch(plan)),
+        ("mini-batch", _batch(plan, runs)),
         (
             "steps",
             f"{counted(plan.epochs, 'epoch')} x {plan.steps_per_epoch} = {plan.steps:,};"
@@ -316,23 +308,23 @@ def describe_plan(plan: Plan) -> list[str]:
     return [f"{name:<14} {text}" for name, text in lines]
 
 
-def describe_shares(plan: Plan) -> str:
+def describe_shares(plan: Plan, runs: Sequence[range]) -> str:
     """Return the images of a full global batch per rank; only their range for many ranks."""
-    shares = tuple(sum(plan.shares[first:end]) for first, end in plan.runs)
+    shares = tuple(sum(plan.shares[run.start : run.stop]) for run in runs)
     if len(shares) > MOST_SHARES:
         return f"{min_to_max(shares)} a rank"
     return f"{', '.join(map(str, shares))} by rank"
 
 
-def _shards(plan: Plan) -> str:
-    counts = min_to_max(end - first for first, end in plan.runs)
+def _shards(plan: Plan, runs: Sequence[range]) -> str:
+    counts = min_to_max(map(len, runs))
     sizes = min_to_max(plan.partition.sizes)
     return f"{plan.shards}, partitions of {sizes} images, {counts} on a rank"
 
 
-def _batch(plan: Plan) -> str:
+def _batch(plan: Plan, runs: Sequence[range]) -> str:
     shares = min_to_max(plan.shares)
-    return f"{plan.batch_size}, shares of {shares} images; {describe_shares(plan)}"
+    return f"{plan.batch_size}, shares of {shares} images; {describe_shares(plan, runs)}"
 
 
 def _order(plan: Plan) -> str:

@@ -138,7 +138,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "staged": bool(run.config.stage),
         "deterministic": run.plan.deterministic,
         "batch_size": run.plan.batch_size,
-        "rank_shares": describe_shares(run.plan),
+        "rank_shares": describe_shares(run.plan, run.shards),
         "epochs": run.plan.epochs,
         "steps_per_epoch": run.plan.steps_per_epoch,
         "learning_rate": run.plan.learning_rate,

@@ -139,6 +139,7 @@ class Run:
     config: Config
     plan: Plan
     comm: Comm
+    shards: list[range]  # of each rank
     pack: Pack  # that of --data; with --stage, `data` reads a copy
     data: Reading
     task: Task

@@ -11,12 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.config import Config, byte_count, checkpoint_interval, validation_interval
+from hpctrain.config import (
+    Config,
+    byte_count,
+    checkpoint_interval,
+    validation_interval,
+    worker_loads,
+)
 from hpctrain.config.option import class_weights
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare, read_samples
 from hpctrain.data.pack import Pack
-from hpctrain.data.partition import random_key
+from hpctrain.data.partition import assign_shards, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
@@ -108,28 +114,28 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     plan = on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
+    with on_all(comm):
+        runs = assign_shards(plan.shards, comm.size, worker_loads(config.worker_load))
 
     # Message, reduction and optimizer
     norms.start(probe)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the probe took: NCCL and CuPy allocate beside torch
     transport, choice, sharing = open_transport(comm, device, config.reduce)
-    runs = [range(*run) for run in plan.runs]
     trainer = Trainer(norms, task, config, plan, transport, runs)
 
     # Loader
-    shards = runs[comm.rank]
     on_host = local_ranks(comm)[1]
     with on_all(comm):
         kept = check_memory(plan, pack.splits["train"], config.verify, on_host)
-    data = make_reading(config, plan, train, shards, comm)
+    data = make_reading(config, plan, train, runs[comm.rank], comm)
     doing("setting up")  # replaces the last piece that was staged
     augmentation = Augmentation.of(config)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
     loader = Loader(
         data.train,
         data.order,
-        shards,
+        runs[comm.rank],
         with_own_augment(config.augment, augmented, data.train, comm),
         task.pair,
         plan.epochs,
@@ -140,6 +146,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         config=config,
         plan=plan,
         comm=comm,
+        shards=runs,
         pack=pack,
         data=data,
         task=task,

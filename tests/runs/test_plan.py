@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain import Config, UsageError
-from tests.support.api import Facts, check_memory, resolve_plan
+from tests.support.api import Facts, assign_shards, check_memory, resolve_plan
 
 FACTS = Facts(
     ranks=4,
@@ -64,7 +64,9 @@ def test_the_batch_grows_with_gpus_but_not_with_ranks_on_cpus():
 )
 def test_shards_are_assigned_to_ranks_in_proportion(settings, shards, runs):
     found = plan({"ranks": 2}, **settings)
-    assert (found.shards, found.runs, found.batch_size) == (shards, runs, 128)
+    assert (found.shards, found.batch_size) == (shards, 128)
+    loads = [float(load) for load in settings.get("worker_load", "1,1").split(",")]
+    assert assign_shards(shards, 2, loads) == [range(*run) for run in runs]
 
 
 def test_shards_have_as_many_images_as_batch_norm_needs():
