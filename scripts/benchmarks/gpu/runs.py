@@ -91,7 +91,14 @@ def flowers(case: Case) -> Iterator[Result]:
     except Failure as error:
         yield not_run(what, f"no flowers: {error}")
         return
-    flags = ["--config", str(RECIPE), "--data", pack, *adapted(pack), *case.size((), TINY)]
+    flags = [
+        "--config",
+        str(RECIPE),
+        "--data",
+        pack,
+        *adapted(pack),
+        *case.size((), [*TINY, "--warmup-epochs", "1"]),
+    ]
     epochs, accuracy, rows, seconds = tested(case, *flags)
     yield shown(
         f"{what}, test accuracy after {epochs} epochs",
