@@ -100,8 +100,9 @@ class Bfloat16Reduce(Reduce):
         self._own = narrow[self.rank], plain[self.rank]
         self._copies = [*_rows(gradients, narrow), *_rows(rest, plain)]
         out, into = (each.tensor_split(self.size) for each in (self._all, self._sent))
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._slices = [(r, [out[r]]) for r in others], [(r, [into[r]]) for r in others]
+        # in an order that differs by rank, so that no rank receives from all others at first
+        others = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
+        self._slices = [(r, [out[r]]) for r in others], [(r, [into[r]]) for r in others[::-1]]
         self._kept = into[self.rank], out[self.rank]
         narrow, self._received = _parts(self._sent, self.size, few, block)
         self._sums = empty((many,), torch.float32, gradients.device)
