@@ -120,7 +120,10 @@ def test_a_denoising_run_with_a_loss_of_its_own(pack):
 
 
 def test_an_augmentation_works_on_the_input_of_training_alone(tmp_path):
-    """Images of half the brightness, by a function or in the file, give the same network."""
+    """Images of half the brightness, by a function or in the file, give the same network.
+
+    Running statistics may differ in their last bit: their first shift is that of other images.
+    """
     random = np.random.default_rng(0)
     images, labels = random.random((101, 12, 12, 1), np.float32), np.arange(101) % 3
     for name, scale in (("whole", 1), ("half", 2)):
@@ -132,8 +135,8 @@ def test_an_augmentation_works_on_the_input_of_training_alone(tmp_path):
     half = train_once(tmp_path / "half.h5", *given, run="half")
     dark = train_once(tmp_path / "whole.h5", *given, "--augment", own("darken"), run="dark")
     for name, expected in weights_of(half).items():
-        assert torch.equal(weights_of(dark)[name], expected)
-    assert evaluations(half)[-1]["loss"] == evaluations(dark)[-1]["loss"]
+        torch.testing.assert_close(weights_of(dark)[name], expected, rtol=1e-6, atol=1e-8)
+    assert evaluations(half)[-1]["loss"] == pytest.approx(evaluations(dark)[-1]["loss"], rel=1e-5)
 
 
 def test_the_test_at_the_start_changes_neither_network_nor_random_numbers(pack):
