@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +160,7 @@ def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[
 
     Returns lines to print, and the reasons why the runs are different.
     """
-    found = [newest(folder, sys.maxsize) for folder in folders]
+    found = [newest(folder) for folder in folders]
     corrupt = [line for _, lines in found for line in lines]
     (one, _), (other, _) = found
     if one is None or other is None:

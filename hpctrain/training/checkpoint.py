@@ -11,8 +11,6 @@ another reason (an unmounted file system, a newer format) ends the launch, becau
 
 from __future__ import annotations
 
-import copy
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,17 +41,9 @@ class Checkpoint:
     path: Path
     best: str  # SHA-256 of the best network so far, if any
 
-    def follows(self, epochs: float, validated: float) -> bool:
-        """Whether its epoch and last validation are at most `epochs` and `validated`."""
-        pairs = (self.state.get("epoch"), epochs), (self.state.get("validated"), validated)
-        return all(not isinstance(value, int) or value <= most for value, most in pairs)
-
     def tensors(self) -> Tensors:
-        """Read the tensors into host memory. Raises UsageError or RunError if that fails."""
-        try:
-            return read_tensors(self.path)[0]
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
+        """Read the tensors into host memory. Raises CorruptFile or RunError if that fails."""
+        return read(self.path)[0]
 
 
 class Writer:
@@ -67,7 +57,7 @@ class Writer:
         self.run, self.folder, self.interval, self.keep = run, run / CHECKPOINTS, interval, keep
         self._best = best
         self._saved = time.monotonic()  # time of the last checkpoint
-        self._last: tuple[int, dict[str, Any]] | None = None  # its step and state
+        self._last: tuple[int, Mapping[str, Any]] | None = None  # its step and state
         self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
         self.seconds = 0.0  # longest time that writing took
         self._host: Tensors = {}
@@ -83,13 +73,14 @@ class Writer:
 
     def overdue(self) -> bool:
         """Whether it is time to save. Raises RunError if an earlier write failed."""
-        self.check()
+        if self._task and self._task.done():
+            self.wait()
         return time.monotonic() - self._saved >= self.interval.seconds
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> None:
-        """Copy the tensors to host memory and write them in the background.
+        """Copy the tensors to host memory and write them, with the `state`, in the background.
 
         Waits for the previous checkpoint first; raises RunError if writing it failed. Does nothing
         if the last checkpoint had the same step and state.
@@ -105,9 +96,8 @@ class Writer:
                 host = self._host[name] = torch.empty(tensor.shape, dtype=kind, pin_memory=pin)
             host.copy_(tensor.detach())
         copies = {name: self._host[name] for name in tensors}
-        own = copy.deepcopy(dict(state))
-        self._last = step, own
-        self._begin(lambda: self._write(step, own, copies))
+        self._last = step, state
+        self._begin(lambda: self._write(step, state, copies))
         self._saved = time.monotonic()
         self.stall = max(self.stall, time.perf_counter() - began)
 
@@ -120,9 +110,6 @@ class Writer:
         self.wait()
         self._begin(write)
 
-    def _begin(self, write: Callable[[], None]) -> None:
-        self._task = self._pool.submit(self._timed, write)
-
     def wait(self) -> None:
         """Wait until everything is written. Raises RunError if writing failed."""
         task, self._task = self._task, None
@@ -130,17 +117,15 @@ class Writer:
             reason = getattr(error, "strerror", None) or str(error)
             raise RunError(f"cannot write a checkpoint to {self.folder}: {reason}") from error
 
-    def check(self) -> None:
-        """Raise RunError if a finished write failed; does not wait."""
-        if self._task and self._task.done():
-            self.wait()
+    def _begin(self, write: Callable[[], None]) -> None:
+        def timed() -> None:
+            began = time.perf_counter()
+            write()
+            self.seconds = max(self.seconds, time.perf_counter() - began)
 
-    def _timed(self, write: Callable[[], None]) -> None:
-        began = time.perf_counter()
-        write()
-        self.seconds = max(self.seconds, time.perf_counter() - began)
+        self._task = self._pool.submit(timed)
 
-    def _write(self, step: int, state: dict[str, Any], tensors: Tensors) -> None:
+    def _write(self, step: int, state: Mapping[str, Any], tensors: Tensors) -> None:
         fault("checkpoint.begun")
         sync(self.run / FILE_NAME)  # a step in the checkpoint must be in the record too
         fault("record.synced")
@@ -162,68 +147,38 @@ def make_ready(run: Path, step: int, best: int) -> None:
     """
     folder = run / CHECKPOINTS
     folder.mkdir(exist_ok=True)
-    for stale in (*run.glob(".*.tmp"), *folder.glob(".*.tmp")):
+    later = [_file(folder, each) for each in checkpoint_steps(folder) if each > step]
+    later += [best_file(run, each) for each in best_steps(run) if each > best]
+    for stale in (*run.glob(".*.tmp"), *folder.glob(".*.tmp"), *later):
         stale.unlink()
-    for later in checkpoint_steps(folder):
-        if later > step:
-            _file(folder, later).unlink()
-    for later in best_steps(run):
-        if later > best:
-            best_file(run, later).unlink()
 
 
 def _file(folder: Path, step: int) -> Path:
     return folder / f"{step:08}.safetensors"
 
 
-def newest(
-    run: Path, recorded: int, epochs: float = math.inf, validated: float = math.inf
-) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest intact checkpoint of a run, if any, and a line for each newer one skipped.
+def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest intact checkpoint of a run, if any, and a line for each corrupt newer one.
 
-    A checkpoint is skipped if it is corrupt, or if it is ahead of the record, which ends at step
-    `recorded`, after `epochs` epochs and the validation of step `validated`. Raises UsageError or
-    RunError if one cannot be read but may be intact.
+    Raises UsageError or RunError if one cannot be read but may be intact.
     """
     corrupt: list[str] = []
-    beyond: list[Checkpoint] = []  # ahead of the record
     for step in reversed(checkpoint_steps(run / CHECKPOINTS)):
+        path = _file(run / CHECKPOINTS, step)
         try:
-            found = verify(run, step)
+            _, known, sha256 = read(path)
+            if sha256 is None or known["step"] != step:
+                raise CorruptFile(f"{path} is none of step {step}")
         except CorruptFile as error:
             corrupt.append(f"checkpoint {error}: passed over")
             continue
-        if found.step <= recorded and found.follows(epochs, validated):
-            passed = [
-                f"the record ends at step {recorded}"
-                + (", before the epoch or the validation was named" if c.step <= recorded else "")
-                + f": the checkpoint of {c.step} is passed over"
-                for c in beyond
-            ]
-            return found, corrupt + passed
-        beyond.append(found)
-    return next(iter(beyond), None), corrupt  # better a gap in the record than nothing
-
-
-def verify(run: Path, step: int) -> Checkpoint:
-    """Read one checkpoint of a run and compare it with its checksum.
-
-    Raises CorruptFile with the reason, UsageError for a newer format, and RunError if it cannot be
-    read.
-    """
-    path = _file(run / CHECKPOINTS, step)
-    try:
-        _, known, sha256 = read_tensors(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if sha256 is None or known["step"] != step:
-        raise CorruptFile(f"{path} is none of step {step}")
-    if known["format"] > FORMAT:
-        raise UsageError(
-            f"{path} has format {known['format']}, this hpctrain knows {FORMAT}: use the hpctrain"
-            " that wrote it"
-        )
-    return Checkpoint(step, known["state"], path, known["best"])
+        if known["format"] > FORMAT:
+            raise UsageError(
+                f"{path} has format {known['format']}, this hpctrain knows {FORMAT}: use the"
+                " hpctrain that wrote it"
+            )
+        return Checkpoint(step, known["state"], path, known["best"]), corrupt
+    return None, corrupt
 
 
 def has_best(path: Path, sha256: str) -> bool:
@@ -231,15 +186,12 @@ def has_best(path: Path, sha256: str) -> bool:
 
     Raises UsageError if the file holds anything else, and RunError if it cannot be read.
     """
-    found = None
-    try:
-        found = read_tensors(path)[2]
-    except FileNotFoundError:
+    if not path.exists():
         return False
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    try:
+        found = read(path)[2]
     except CorruptFile:
-        pass
+        found = None
     if found != sha256:
         raise UsageError(
             f"{path} is not the network that the checkpoint names (SHA-256 {sha256[:16]}...): put"
@@ -248,5 +200,9 @@ def has_best(path: Path, sha256: str) -> bool:
     return True
 
 
-def _unreadable(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path} cannot be read: {error.strerror}; it may be whole")
+def read(path: Path) -> tuple[Tensors, dict[str, Any], str | None]:
+    """Read a file as `read_tensors` does. Raises CorruptFile, or RunError if it may be intact."""
+    try:
+        return read_tensors(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}; it may be whole") from error

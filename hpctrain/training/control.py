@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from hpctrain.cluster import job_end, received_signal
 from hpctrain.config import Config, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
+from hpctrain.files import writing
 from hpctrain.watchdog import doing
 
 STOP_FILE = "STOP"
@@ -60,20 +61,20 @@ class Control:
         self._file = folder / STOP_FILE if folder else None
         self._interrupted = self._stop_seen = False
         self._looked = 0.0
+        # Only the main thread can set a handler.
+        self._handles = threading.current_thread() is threading.main_thread()
         self._before: Any = signal.SIG_DFL  # handler of SIGINT
         self._deadline = ends if folder else None
         self._on_evaluation = on_evaluation if folder else None
         self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
     def __enter__(self) -> Control:
-        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
+        if self._handles:
             self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if threading.current_thread() is threading.main_thread():
+    def __exit__(self, *error: object) -> None:
+        if self._handles:
             signal.signal(signal.SIGINT, self._before)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -121,13 +122,21 @@ class Control:
         return received_signal()
 
 
-def deadline(limit: str | None) -> tuple[float | None, str | None]:
-    """Return the deadline of the run in seconds since 1970, and a note if it may be incomplete.
+class TimeLimits(NamedTuple):
+    """The time limits of a run."""
 
-    The deadline is the earlier of --time-limit from now and the end of the job; the note is
-    returned if the scheduler does not report that end.
+    timeout: float  # seconds without progress after which a rank counts as hung
+    ends: float | None  # deadline, in seconds since 1970: --time-limit from now or the job's end
+    note: str | None  # why the deadline may be incomplete
+
+
+def read_times(config: Config) -> TimeLimits:
+    """Read the settings about time, and ask the scheduler for the end of the job (rank 0).
+
+    Raises UsageError if a setting is invalid.
     """
-    ends, note = [time.time() + duration(limit, "--time-limit")] if limit else [], None
+    limit, note = config.time_limit, None
+    ends = [time.time() + duration(limit, "--time-limit")] if limit else []
     try:
         if (job := job_end()) is not None:
             ends.append(job)
@@ -136,22 +145,8 @@ def deadline(limit: str | None) -> tuple[float | None, str | None]:
             f"the end of this job is unknown ({error}): without --time-limit, the run leaves in"
             " time only on a signal (see docs/cluster.md)"
         )
-    return min(ends, default=None), note
-
-
-class TimeLimits(NamedTuple):
-    """The time limits of a run."""
-
-    timeout: float  # seconds without progress after which a rank counts as hung
-    ends: float | None  # deadline of the run, in seconds since 1970
-    note: str | None = None  # why the deadline may be incomplete
-
-
-def read_times(config: Config) -> TimeLimits:
-    """Parse the settings about time. Raises UsageError if one is invalid."""
     timeout = duration(config.hang_timeout, "--hang-timeout")
-    ends, note = deadline(config.time_limit)
-    return TimeLimits(timeout, ends, note)
+    return TimeLimits(timeout, min(ends, default=None), note)
 
 
 def request_stop(folder: Path) -> None:
@@ -159,10 +154,8 @@ def request_stop(folder: Path) -> None:
 
     Raises RunError if the STOP file cannot be written.
     """
-    try:
+    with writing(folder / STOP_FILE):
         (folder / STOP_FILE).touch()
-    except OSError as error:
-        raise RunError(f"cannot write {folder / STOP_FILE}: {error.strerror}") from error
 
 
 LOCK_FILE = "lock"
@@ -183,20 +176,18 @@ class RunLock:
 
         Raises UsageError if another process holds the lock, RunError if the folder is not writable.
         """
-        try:
+        with writing(folder / LOCK_FILE):
             self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise RunError(f"cannot write {folder / LOCK_FILE}: {error.strerror}") from error
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            self.release()
-            raise UsageError(
-                f"another job works in {folder}: wait for it to end, or choose another --run"
-            ) from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise RunError(f"cannot lock {folder / LOCK_FILE}: {error.strerror}") from error
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                self.release()
+                raise UsageError(
+                    f"another job works in {folder}: wait for it to end, or choose another --run"
+                ) from error
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
         fault("lock.taken")
 
     def release(self) -> None:

@@ -12,7 +12,6 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from hpctrain.parallel.mpi import library
 from hpctrain.plan import Plan, describe_shares, read_config, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
-from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
+from hpctrain.report.record import FILE_NAME, HistoryReader, truncate_record
 from hpctrain.report.recorder import RecordFile
 from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
@@ -44,11 +43,13 @@ from hpctrain.watchdog import HEARTBEATS, remove_heartbeats
 def make_run_folder(run: Run, lock: RunLock) -> Path:
     """Create the run's folder with its configuration and plan, and lock it.
 
-    The folder is created atomically; an existing one is never reused.
+    Without --run, its name is time and model, with a number for runs begun in the same second. The
+    folder is created atomically; an existing one is never reused.
     """
-    runs = Path(run.config.runs_dir)
-    for name in [run.config.run] if run.config.run else names(run):
-        folder = runs / name
+    runs, model = Path(run.config.runs_dir), Path(run.plan.model).name.replace(":", ".")
+    base = run.config.run or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    for number in range(1, 2 if run.config.run else 1000):
+        folder = runs / (base if number == 1 else f"{base}-{number}")
         temporary = temporary_name(folder)
         try:
             with suppress(FileExistsError):  # if it is a file, the next calls fail
@@ -102,14 +103,6 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
         where = error.filename or folder
         raise RunError(f"cannot write {where}: {error.strerror}") from error
     return folder
-
-
-def names(run: Run) -> Iterator[str]:
-    """Yield time and model as a name, then numbered ones for runs begun in the same second."""
-    model = Path(run.plan.model).name.replace(":", ".")
-    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
-    yield base
-    yield from (f"{base}-{number}" for number in range(2, 1000))
 
 
 def run_facts(run: Run) -> dict[str, object]:
@@ -192,6 +185,7 @@ class PreviousLaunch:
     plan: Plan
     precision: str  # --precision as given; the plan has the resolved value
     finished: bool  # all epochs are done, or validation ended the run
+    idle: bool  # it was preempted before its first step
     checkpoint: Checkpoint | None  # the newest intact one; None: the run starts over
     problems: list[str]  # with newer checkpoints, which are skipped, and with the record
     crash: Outcome | None = None  # of the last launch, which could not record it
@@ -211,31 +205,31 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         raise UsageError(f"the run {folder} exists: choose another name with --run")
     before, plan = read_settings(folder)
     check_same(config, before, plan, folder)
-    if config.epochs and config.epochs < plan.epochs and not is_done(folder):
-        raise UsageError(
-            f"the run {folder} was begun with {counted(plan.epochs, 'epoch')}, which --epochs"
-            f" {config.epochs} cannot take back: ask it to stop, or choose another name with --run"
-        )
     lock.take(folder)
     reader = HistoryReader(folder, strict=True)
     reader.poll()
     history, wrong = reader.history, reader.problem or reader.history.corruption
-    checkpoint, problems = newest(folder, history.last_step, history.epochs, history.validated)
+    finished = history.outcome.status == "done"
+    if config.epochs and config.epochs < plan.epochs and not finished:
+        raise UsageError(
+            f"the run {folder} was begun with {counted(plan.epochs, 'epoch')}, which --epochs"
+            f" {config.epochs} cannot take back: ask it to stop, or choose another name with --run"
+        )
+    checkpoint, problems = newest(folder)
+    if checkpoint is None and config.resume == "must":
+        raise UsageError(f"--resume must, but {folder / CHECKPOINTS} holds no whole checkpoint")
     if wrong:
         problems.insert(0, f"{wrong}: the record is cut off there")
     if checkpoint and (missing := history.missing_steps(checkpoint.step)):
         problems.append(f"the record has lost steps that were done: {missing}")
-    elif checkpoint and not checkpoint.follows(history.epochs, history.validated):
-        problems.append("the record has lost the last epoch or validation that was done")
-    if checkpoint is None and config.resume == "must":
-        raise UsageError(f"--resume must, but {folder / CHECKPOINTS} holds no whole checkpoint")
     outcome = find_outcome(folder, history, is_over=True)
     unrecorded = outcome.status and history.facts and not history.outcome.status
     crash = outcome if unrecorded and not wrong else None
     if crash:
         problems.insert(0, f"the launch before did not record its end: {crash.reason}")
-    finished = is_done(folder)
-    return PreviousLaunch(folder, plan, before.precision, finished, checkpoint, problems, crash)
+    idle = history.outcome.status == "preempted" and not history.launch.first_step
+    precision = before.precision
+    return PreviousLaunch(folder, plan, precision, finished, idle, checkpoint, problems, crash)
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:

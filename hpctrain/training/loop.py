@@ -13,20 +13,19 @@ from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from hpctrain.cluster import received_signal
 from hpctrain.data.split import Bad, describe_first
-from hpctrain.errors import Failure, RunError
+from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed, allgather, minimum, on_all
-from hpctrain.streams import current_stream, record_event
+from hpctrain.parallel.mpi import agreed, allgather, minimum
+from hpctrain.streams import record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.reading import order_of
-from hpctrain.training.run import EndReason, NonFinite, Run
+from hpctrain.training.run import NO_SUMS, EndReason, NonFinite, Run, Sums
 from hpctrain.training.trainer import MOST_LISTED, as_hex, describe_divergence
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
@@ -36,19 +35,23 @@ def train_epochs(run: Run) -> None:
     """Train from the current step to the last epoch, or until the run ends early. Collective."""
     plan, state, per_epoch = run.plan, run.progress, run.plan.steps_per_epoch
     pending = PendingSteps(run)
+    if minimum(run.comm, received_signal() is None) == [0]:
+        state.ended = EndReason.PREEMPTED  # before the first step
+        return
     if state.step and validation_due(run, state.step) and state.validated < state.step:
         compare_ranks(run)
         validate(run)  # the previous launch was preempted during it
     with closing(run.loader) as loader:
         while state.epoch < plan.epochs and not state.ended:
-            first = state.step - state.epoch * per_epoch
+            first, bad = state.step - state.epoch * per_epoch, Bad()
+            steps = loader.epoch(state.epoch, first, bad)
             pending.restart_clock()
-            doing(f"reading for step {state.step + 1}")
-            began = time.perf_counter()
-            bad = Bad()
-            for number, batches in enumerate(loader.epoch(state.epoch, first, bad), start=first):
-                waited = time.perf_counter() - began
+            for number in range(first, per_epoch):
                 step = state.epoch * per_epoch + number + 1
+                doing(f"reading for step {step}")
+                began = time.perf_counter()
+                batches = next(steps)
+                waited = time.perf_counter() - began
                 doing(f"step {step}")
                 if bad:  # then this step does not count, on any rank: `check` names the images
                     for batch in batches:
@@ -58,13 +61,11 @@ def train_epochs(run: Run) -> None:
                 flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = run.trainer.step(batches, rows, flags, wait, rate)
-                pending.append(PendingStep(step, rows, rate, report))
+                pending.append(PendingStep(step, rows, rate, report, bad))
                 finish_step(run, pending)
                 fault("step.done")
-                if state.ended or number + 1 == per_epoch:
+                if state.ended:
                     break
-                doing(f"reading for step {step + 1}")
-                began = time.perf_counter()
 
 
 def finish_step(run: Run, pending: PendingSteps) -> None:
@@ -98,21 +99,20 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
 
 def end_epoch(run: Run) -> None:
     """Record an epoch after its last step."""
-    state = run.progress
-    loss, correct, rows, seconds = state.sums
-    loss /= state.weight or rows
-    accuracy = correct / rows if run.task.classes else None
+    state, sums = run.progress, run.progress.sums
+    loss = sums.loss / (sums.weight or sums.rows)
+    accuracy = sums.correct / sums.rows if run.task.classes else None
     state.epoch += 1
     if state.epoch == 1:
         note_unused(run)
-    state.sums, state.weight = (0.0, 0.0, 0.0, 0.0), 0.0
+    state.sums = NO_SUMS
     state.figures.update(loss=loss, accuracy=accuracy)
     run.recorder.epoch(
         epoch=state.epoch,
         loss=loss,
         accuracy=accuracy,
-        images_per_second=rows / seconds,
-        seconds=seconds,
+        images_per_second=sums.rows / sums.seconds,
+        seconds=sums.seconds,
     )
 
 
@@ -137,53 +137,9 @@ def save_checkpoint(run: Run) -> None:
         return
     doing(f"saving step {run.progress.step}")
     run.recorder.flush()
-    trainer = run.trainer
-    known = {
-        "layout": trainer.message.layout.digest(),
-        "key": hardware_key(trainer.message.device),
-    }
-    run.writer.save(run.progress.step, trainer.state(), {**known, **run.progress.to_json()})
-
-
-def check(run: Run, totals: Totals, step: int, rows: int) -> None:
-    """Check the totals of `step`, planned with `rows` samples. Collective if one is wrong.
-
-    Raises NonFinite, or RunError for totals that must not occur; all ranks see the same totals and
-    raise the same error.
-    """
-    where = f"step {step} (epoch {run.progress.epoch + 1})"
-    if not totals.finite:
-        if bad := find_bad_image(run, step):
-            raise agreed(NonFinite(f"{bad}; the weights of step {step - 1}, before it, are kept"))
-        what, ranks = "the gradient", ""
-        finite = allgather(run.comm, math.isfinite(totals.own))
-        if nonfinite := [rank for rank, is_finite in enumerate(finite) if not is_finite]:
-            what, ranks = "the loss", f" on rank {listed(nonfinite, MOST_LISTED)}"
-        raise agreed(
-            NonFinite(
-                f"{what} of {where} is not finite{ranks}; the weights of step {step - 1} are kept."
-                " A lower --lr or --clip-norm may help"
-            )
-        )
-    if totals.irregular:
-        raise agreed(RunError(f"a batch-norm layer did not run exactly once in {where}"))
-    if totals.rows != rows:
-        raise agreed(RunError(f"step {step} summed {totals.rows} rows, but the plan has {rows}"))
-
-
-def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
-    """Return the seconds of a step by activity of its slowest rank, and that rank.
-
-    The time that rank 0 waited for the slowest rank in the reduction is not counted as reduction.
-    """
-    busy = totals.data + totals.compute
-    slowest = int(busy.argmax())
-    return {
-        "data": float(totals.data[slowest]),
-        "compute": float(totals.compute[slowest]),
-        "reduce": max(0.0, reducing - float(busy[slowest] - busy[0])),
-        "idle": float(busy[slowest] - busy.mean()),
-    }, slowest
+    message = run.trainer.message
+    known = {"layout": message.layout.digest(), "key": hardware_key(message.device)}
+    run.writer.save(run.progress.step, run.trainer.state(), {**known, **run.progress.to_json()})
 
 
 class PendingStep(NamedTuple):
@@ -193,6 +149,7 @@ class PendingStep(NamedTuple):
     rows: int
     rate: float
     report: Report
+    bad: Bad  # samples of this rank that cannot be used, up to this step of the epoch
 
 
 class PendingSteps:
@@ -230,13 +187,13 @@ class PendingSteps:
         """
         run, state = self._run, self._run.progress
         while len(self._steps) > left:
-            step, rows, rate, report = self._steps.popleft()
-            doing(f"recording step {step}")
-            totals = report.totals()
-            check(run, totals, step, rows)
-            state.step = step
-            seconds, self._since = self._since.elapsed_time(report.ended) / 1000, report.ended
-            record_step(run, totals, rate, seconds)
+            pending = self._steps.popleft()
+            doing(f"recording step {pending.step}")
+            totals = pending.report.totals()
+            check(run, totals, pending)
+            state.step, ended = pending.step, pending.report.ended
+            seconds, self._since = self._since.elapsed_time(ended) / 1000, ended
+            record_step(run, totals, pending.rate, seconds)
             if totals.stop:  # even if also preempted in the same step
                 state.ended = EndReason.STOP
             elif totals.preempted and not state.ended:
@@ -244,33 +201,31 @@ class PendingSteps:
             state.save |= totals.save > 0
 
 
-def find_bad_image(run: Run, step: int) -> str | None:
-    """Describe the first image of a step of this epoch that is corrupt or not finite. Collective.
+def check(run: Run, totals: Totals, pending: PendingStep) -> None:
+    """Check the totals of a step. Collective if one is wrong.
 
-    Returns the reason if they cannot be read, and None if all can be used.
+    Raises NonFinite, or RunError for totals that must not occur; all ranks see the same totals and
+    raise the same error.
     """
-    partition, epoch = run.plan.partition, run.progress.epoch
-    doing(f"reading the images of step {step} again")
-    current_stream(run.trainer.message.device).synchronize()  # ends all communication in progress
-    order = order_of(run.plan, run.loader.split)  # the loader's own is in use
-    number = step - 1 - epoch * partition.steps
-    indices = [
-        order.samples(
-            epoch, shard, number * partition.shares[shard], partition.count(number, shard)
+    step, rows = pending.step, pending.rows
+    where = f"step {step} (epoch {run.progress.epoch + 1})"
+    if not totals.finite:
+        if bad := describe_first(allgather(run.comm, pending.bad)):
+            raise agreed(NonFinite(f"{bad}; the weights of step {step - 1}, before it, are kept"))
+        what, ranks = "the gradient", ""
+        finite = allgather(run.comm, math.isfinite(totals.own))
+        if nonfinite := [rank for rank, is_finite in enumerate(finite) if not is_finite]:
+            what, ranks = "the loss", f" on rank {listed(nonfinite, MOST_LISTED)}"
+        raise agreed(
+            NonFinite(
+                f"{what} of {where} is not finite{ranks}; the weights of step {step - 1} are kept."
+                " A lower --lr or --clip-norm may help"
+            )
         )
-        for shard in run.loader.shards
-    ]
-    split = run.loader.split
-
-    bad = Bad()
-    try:
-        with on_all(run.comm):
-            for rows in indices:
-                split.gather(rows, np.empty((len(rows), *split.image_shape), split.dtype), bad=bad)
-                split.read_labels(rows, bad)
-        return describe_first(allgather(run.comm, bad))
-    except Failure as error:
-        return f"the images of step {step} cannot be read again: {error}"
+    if totals.irregular:
+        raise agreed(RunError(f"a batch-norm layer did not run exactly once in {where}"))
+    if totals.rows != rows:
+        raise agreed(RunError(f"step {step} summed {totals.rows} rows, but the plan has {rows}"))
 
 
 def compare_ranks(run: Run) -> None:
@@ -308,14 +263,8 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
         "learning_rate": rate,
     }
     state.add(figures)
-    loss, correct, rows, spent = state.sums
-    state.sums = (
-        loss + totals.loss,
-        correct + totals.correct,
-        rows + totals.rows,
-        spent + seconds,
-    )
-    state.weight += totals.weight
+    own = Sums(totals.loss, totals.correct, totals.rows, seconds, totals.weight)
+    state.sums = Sums(*map(sum, zip(state.sums, own, strict=True)))
     if run.writer:
         run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     run.control.slowest_step = max(run.control.slowest_step, seconds)
@@ -326,3 +275,18 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
         slowest_rank=slowest,
         rows=totals.rows,
     )
+
+
+def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
+    """Return the seconds of a step by activity of its slowest rank, and that rank.
+
+    The time that rank 0 waited for the slowest rank in the reduction is not counted as reduction.
+    """
+    busy = totals.data + totals.compute
+    slowest = int(busy.argmax())
+    return {
+        "data": float(totals.data[slowest]),
+        "compute": float(totals.compute[slowest]),
+        "reduce": max(0.0, reducing - float(busy[slowest] - busy[0])),
+        "idle": float(busy[slowest] - busy.mean()),
+    }, slowest

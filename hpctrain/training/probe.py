@@ -28,7 +28,7 @@ from hpctrain.models import as_bytes, check_names, checked_output, evaluating
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torch
 from hpctrain.text import listed
-from hpctrain.training.reading import FIRST_ROWS
+from hpctrain.training.input import FIRST_ROWS
 
 Tensor = torch.Tensor
 ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number

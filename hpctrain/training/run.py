@@ -30,7 +30,7 @@ from hpctrain.report.find import best_file
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Tensors, Writer, has_best
 from hpctrain.training.control import Control
-from hpctrain.training.reading import Reading
+from hpctrain.training.input import Input
 from hpctrain.training.trainer import Trainer, chain
 
 if TYPE_CHECKING:
@@ -64,6 +64,19 @@ class Reached(NamedTuple):
 NOTHING = Reached(0, 0, {})
 
 
+class Sums(NamedTuple):
+    """Sums over the samples of an epoch, and the seconds of its steps."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+    weight: float = 0.0  # of the samples' classes, with --class-weights
+
+
+NO_SUMS = Sums()
+
+
 @dataclass
 class Progress:
     """Progress of a run."""
@@ -78,18 +91,12 @@ class Progress:
     reason: str | None = None  # for `ended`, as text
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
-    best: Reached = field(default_factory=lambda: NOTHING)  # the smallest loss of all validations
+    best: Reached = NOTHING  # the smallest loss of all validations
     best_loss: float = math.inf
     waited: int = 0  # validations since the best one
     went_back: bool = False  # the model holds the best network again
     chosen: bool = False  # the final network is chosen: no more checkpoints are written
-    sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the current epoch: loss,
-    # correct, samples, seconds
-    weight: float = 0.0  # of the current epoch: sum of the samples' class weights
-
-    def is_preempted(self) -> bool:
-        """Whether the run has been preempted."""
-        return self.ended is EndReason.PREEMPTED
+    sums: Sums = NO_SUMS  # of the current epoch
 
     @property
     def network(self) -> Reached:
@@ -113,7 +120,7 @@ class Progress:
         for name in self.to_json():
             setattr(self, name, saved[name])
         self.best, self.best_loss = Reached(*saved["best"]), float(self.best_loss)
-        self.sums = tuple(saved["sums"])
+        self.sums = Sums(*saved["sums"])
         self.ended = EndReason(self.ended) if self.ended and planned <= self.planned else None
         self.planned = planned
 
@@ -140,8 +147,8 @@ class Run:
     plan: Plan
     comm: Comm
     shards: list[range]  # of each rank
-    pack: Pack  # that of --data; with --stage, `data` reads a copy
-    data: Reading
+    pack: Pack  # that of --data; with --stage, `input` reads a copy
+    input: Input
     task: Task
     trainer: Trainer
     loader: Loader
@@ -162,7 +169,7 @@ class Run:
         """Release the hooks and the threads, and close all splits, after the last step."""
         self.trainer.close()
         self.loader.close()
-        self.data.close()
+        self.input.close()
 
 
 def restore(run: Run, earlier: PreviousLaunch | None) -> list[str]:
@@ -174,23 +181,21 @@ def restore(run: Run, earlier: PreviousLaunch | None) -> list[str]:
     if earlier is None or (checkpoint := earlier.checkpoint) is None:
         return [*earlier.problems, "no checkpoint was left: from the first step"] if earlier else []
     layout, saved = trainer.message.layout.digest(), checkpoint.state
-    if saved.get("layout") != layout:
-        raise agreed(
-            UsageError(
-                f"the checkpoint of {earlier.folder} holds parameters laid out as"
-                f" {saved.get('layout')}, the model's are {layout}: it is another model"
-            )
-        )
-    state.from_json(saved)
     try:
+        if saved["layout"] != layout:
+            raise ValueError(
+                f"its parameters are laid out as {saved['layout']}, the model's as {layout}: it is"
+                " another model"
+            )
+        state.from_json(saved)
         trainer.load(read_on_all(comm, checkpoint.tensors))
     except ValueError as error:
         text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
         raise agreed(UsageError(text)) from error
     notes = [*earlier.problems, f"going on after step {state.step}"]
     here = hardware_key(trainer.message.device)
-    if earlier.plan.deterministic and saved.get("key") != here:
-        notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")
+    if earlier.plan.deterministic and saved["key"] != here:
+        notes.append(f"begun on {saved['key']}, now on {here}: the bits may differ")
     best = best_file(earlier.folder, state.best.step)
     if state.best.step and not on_root(comm, has_best, best, checkpoint.best):
         notes.append(f"{best} is gone: the best of what follows is kept")

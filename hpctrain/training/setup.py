@@ -28,33 +28,21 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
 from hpctrain.inference.own import import_functions, import_own, with_augment
 from hpctrain.inference.own_check import check_augment
-from hpctrain.inference.tasks import Task, make_task, output_shape
+from hpctrain.inference.tasks import make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import place
 from hpctrain.parallel.hosts import local_ranks
-from hpctrain.parallel.mpi import (
-    Comm,
-    check_equal_on_all,
-    on_all,
-    on_root,
-)
+from hpctrain.parallel.mpi import Comm, check_equal_on_all, on_all, on_root
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.text import brief, listed
+from hpctrain.training.input import FIRST_ROWS, check_data, check_memory, open_input, open_pack
 from hpctrain.training.optimizer import describe_frozen, freeze
 from hpctrain.training.probe import probe_model
-from hpctrain.training.reading import (
-    FIRST_ROWS,
-    check_data,
-    check_memory,
-    make_reading,
-    open_pack,
-)
 from hpctrain.training.run import Progress, Run
 from hpctrain.training.scaling import choose_scaling
 from hpctrain.training.trainer import Trainer
-from hpctrain.watchdog import doing
 
 
 def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool = False) -> Run:
@@ -86,9 +74,13 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     with on_all(comm):
         frozen = freeze(model, config.freeze)
     weights = on_root(comm, find_class_weights, config.class_weights, train)
-    precision = earlier.precision if earlier else config.precision
+    resolved = {
+        "precision": earlier.precision if earlier else config.precision,
+        "class_weights": weights,
+    }
     with on_all(comm):
-        task = make_own_task(config, precision, weights, pack, like)
+        own = import_functions(config.loss, config.metric)
+        task = make_task({**dataclasses.asdict(config), **resolved}, len(pack.classes), like, own)
         scaling, why = choose_scaling(config, earlier, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
     prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
@@ -128,18 +120,20 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     on_host = local_ranks(comm)[1]
     with on_all(comm):
         kept = check_memory(plan, pack.splits["train"], config.verify, on_host)
-    data = make_reading(config, plan, train, runs[comm.rank], comm)
-    doing("setting up")  # replaces the last piece that was staged
+    opened = open_input(config, plan, train, runs[comm.rank], comm)
     augmentation = Augmentation.of(config)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
+    if config.augment:
+        augmented = with_own_augment(config.augment, augmented, opened.train, comm)
+    buffer = byte_count(config.read_buffer, "--read-buffer")
     loader = Loader(
-        data.train,
-        data.order,
+        opened.train,
+        opened.order,
         runs[comm.rank],
-        with_own_augment(config.augment, augmented, data.train, comm),
+        augmented,
         task.pair,
         plan.epochs,
-        ReadOptions(byte_count(config.read_buffer, "--read-buffer"), config.random_crop, device),
+        ReadOptions(buffer, config.random_crop, device),
     )
     texts = sharing, init, why, describe_frozen(frozen, trainer.message), kept
     return Run(
@@ -148,7 +142,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         comm=comm,
         shards=runs,
         pack=pack,
-        data=data,
+        input=opened,
         task=task,
         trainer=trainer,
         loader=loader,
@@ -162,30 +156,16 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     )
 
 
-def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Comm) -> Prepare:
-    """Return `prepare` followed by the function of --augment, if any. Collective.
+def with_own_augment(name: str, prepare: Prepare, source: Split, comm: Comm) -> Prepare:
+    """Return `prepare` followed by the function that --augment names. Collective.
 
     Raises UsageError if the function breaks a rule.
     """
-    if name is None:
-        return prepare
     with on_all(comm):
         own = import_own(name, "--augment", "images", "generator")
     rows, key = np.arange(min(FIRST_ROWS, len(source))), random_key("own functions")
     on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
     return with_augment(own, prepare)
-
-
-def make_own_task(
-    config: Config, precision: str, weights: tuple[float, ...], pack: Pack, like: torch.Tensor
-) -> Task:
-    """Make the task, with the user's functions if any, for a network with the parameter `like`.
-
-    `weights`: of the classes, () = all alike.
-    """
-    own = import_functions(config.loss, config.metric)
-    resolved = {"precision": precision, "class_weights": weights}
-    return make_task({**dataclasses.asdict(config), **resolved}, len(pack.classes), like, own)
 
 
 def find_class_weights(given: str | None, train: Split) -> tuple[float, ...]:

@@ -42,8 +42,8 @@ from hpctrain.training.folder import (
     open_run_folder,
     run_facts,
 )
+from hpctrain.training.input import open_pack, require_validation
 from hpctrain.training.loop import compare_ranks, save_checkpoint, train_epochs
-from hpctrain.training.reading import open_pack, require_validation
 from hpctrain.training.run import (
     CannotContinue,
     EndReason,
@@ -80,13 +80,10 @@ class TrainingResult:
     epoch: int = 0
     figures: dict[str, float | None] = field(default_factory=dict)  # loss, test_accuracy, ...
 
-    def __int__(self) -> int:
-        return self.exit_code
 
-
-def train(config: Config, comm: Comm | None = None) -> int:
-    """``hpctrain train``: train a run and return the exit code, as `run_training`. Collective."""
-    return run_training(config, comm).exit_code
+def main(config: Config) -> int:
+    """``hpctrain train``: train a run and return the exit code. Collective."""
+    return run_training(config).exit_code
 
 
 def run_training(
@@ -130,14 +127,13 @@ def run_training(
         on_root(comm, require_validation, run.pack, wants)
         restored = restore(run, earlier)
         stack.enter_context(open_run(run, earlier, lock, times, on_evaluation))
-        for note in (*restored, *run.notes, *facts_to_note(run, times)):
+        windows = run.plan.window_blocks if run.plan.shuffle == "blocks" else 0
+        on_data = times.note, images_note(run.pack), window_note(run.pack, windows)
+        for note in (*restored, *run.notes, *filter(None, on_data)):
             run.recorder.note(note)
         first = run.progress.step
         train_epochs(run)
-        return finish(run, first)
-
-
-main = run_training
+        return finish(run, first, earlier is not None and earlier.idle)
 
 
 def say_finished(earlier: PreviousLaunch, pack: Pack) -> TrainingResult:
@@ -163,7 +159,7 @@ def open_run(
 ) -> Iterator[None]:
     """Open the folder of a restored run, its record and what watches it, in a block. Collective.
 
-    If training cannot continue, the reason is recorded.
+    If training cannot continue, its state is saved, unless it is final, and the reason is recorded.
     """
     config, comm = run.config, run.comm
     run.folder = on_root(
@@ -186,13 +182,16 @@ def open_run(
         try:
             yield
         except CannotContinue as error:
-            raise record_failure(run, error) from error
-
-
-def facts_to_note(run: Run, times: TimeLimits) -> Iterator[str]:
-    """Yield what a user should know of the deadline and of the images."""
-    windows = run.plan.window_blocks if run.plan.shuffle == "blocks" else 0
-    yield from filter(None, (times.note, images_note(run.pack), window_note(run.pack, windows)))
+            text = str(error)
+            if not run.progress.chosen:
+                doing("saving")
+                try:
+                    compare_ranks(run)
+                    on_root(comm, save_all, run)
+                except RunError as second:
+                    text = f"{error}; not saved: {second}"
+            run.recorder.end("failed", text, repeats=isinstance(error, NonFinite))
+            raise agreed(type(error)(text)) from error
 
 
 @contextmanager
@@ -210,22 +209,6 @@ def together(comm: Comm) -> Iterator[None]:
         comm.Barrier()
     if failure is not None:
         raise failure
-
-
-def record_failure(run: Run, error: CannotContinue) -> Failure:
-    """Save the state of the run, unless it is final, and record why it cannot continue. Collective.
-
-    Returns the error to be raised.
-    """
-    if not run.progress.chosen:
-        doing("saving")
-        try:
-            compare_ranks(run)
-            on_root(run.comm, save_all, run)
-        except RunError as second:
-            error = type(error)(f"{error}; not saved: {second}")
-    run.recorder.end("failed", str(error), repeats=isinstance(error, NonFinite))
-    return agreed(error)
 
 
 def save_all(run: Run) -> None:
@@ -248,19 +231,12 @@ def wait_for_writer(run: Run) -> None:
         run.writer.wait()
 
 
-def end_preempted(run: Run, done: int) -> TrainingResult:
-    """Record a preemption; exit code 75 if the launch did and saved steps, else 1. Collective."""
-    first = first_of_all(run.comm, run.control.preempted_by())
-    why = first.value if first else "a signal"
-    run.recorder.end("preempted", f"{why}; saved", steps=run.progress.step)
-    return TrainingResult(run.folder, "preempted", LEFT if done > 0 else 1, *run.progress.network)
-
-
-def finish(run: Run, first: int) -> TrainingResult:
+def finish(run: Run, first: int, again: bool) -> TrainingResult:
     """Finish a launch that began after step `first`, and return how it ended. Collective.
 
     Saves a checkpoint, validates, chooses the final network, saves and tests it, and closes the
-    record.
+    record. A launch that was preempted before its first step has lost nothing, and exits with 75
+    like any other, unless that happened in the launch before too (`again`): then with 1.
     """
     state, trainer, comm = run.progress, run.trainer, run.comm
     doing("comparing digests")
@@ -269,19 +245,25 @@ def finish(run: Run, first: int) -> TrainingResult:
     save_checkpoint(run)
     on_root(comm, wait_for_writer, run)
     validates = "validation" in run.pack.splits and state.validated < state.step
-    stopped = state.ended is EndReason.STOP
-    if validates and not stopped and not state.is_preempted():
+    if validates and state.ended not in (EndReason.STOP, EndReason.PREEMPTED):
         validate(run)
         on_root(comm, wait_for_writer, run)
-    if state.is_preempted():
-        return end_preempted(run, state.step - first)
-    choose_network(run)
-    on_root(comm, save_network, run)  # before anything else can fail
-    tests = test(run) if run.config.test else {}
-    if state.is_preempted():
-        return end_preempted(run, state.step - first)
+    tests: dict[str, float | None] = {}
+    if state.ended is not EndReason.PREEMPTED:
+        choose_network(run)
+        on_root(comm, save_network, run)  # before anything else can fail
+        tests = test(run) if run.config.test else {}
+    if state.ended is EndReason.PREEMPTED:
+        signal = first_of_all(comm, run.control.preempted_by())
+        why = f"{signal.value if signal else 'a signal'}; saved"
+        if state.step == first:
+            why += ", before the first step of this launch: nothing is lost"
+        run.recorder.end("preempted", why, steps=state.step)
+        code = 1 if again and state.step == first else LEFT
+        return TrainingResult(run.folder, "preempted", code, *state.network)
     on_root(comm, save_network, run)
     on_root(comm, show_work, run)
+    stopped = state.ended is EndReason.STOP
     status = "stopped" if stopped else "done"
     run.recorder.end(
         status,

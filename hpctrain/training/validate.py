@@ -21,7 +21,7 @@ from hpctrain.models import evaluating, read_model, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import best_file, evaluation_file
-from hpctrain.training.reading import FIRST_ROWS
+from hpctrain.training.input import FIRST_ROWS
 from hpctrain.training.run import CannotContinue, EndReason, Run, read_on_all
 from hpctrain.watchdog import doing
 
@@ -111,7 +111,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     model, prepare, block = run.trainer.model, run.prepare, run.plan.evaluation_rows
     try:
         with on_all(comm):
-            source = run.data.split(split)
+            source = run.input.split(split)
         with evaluated_network(run):
             result = evaluate(model, source, run.task, prepare, comm, block, go_on)
     except Failure as error:
@@ -171,7 +171,7 @@ def show_work(run: Run) -> None:
     if not isinstance(run.task, Denoising) or split is None:
         return
     try:
-        source = run.data.split(split)
+        source = run.input.split(split)
         clean = read_samples(source, np.arange(min(SHOWN, len(source))), run.prepare)
     except Failure as error:
         run.recorder.note(f"denoised.png is not drawn: {error}")

@@ -57,7 +57,7 @@ def one_step(**settings: Any) -> str:
     batches = run.loader.epoch(0)
     run.trainer.step(next(batches), run.plan.partition.total(0))
     batches.close()
-    with run.data.split("test") as source:
+    with run.input.split("test") as source:
         result = evaluate(run.trainer.model, source, run.task, run.prepare, MPI.COMM_SELF, 256)
     run.close()
     return f"{run.trainer.checksum()} {result and result.figures()}"
@@ -86,9 +86,9 @@ def train(config: Config) -> int:
     """Train on this rank and return the exit code."""
     from mpi4py import MPI
 
-    from hpctrain.training.train import train as run
+    from hpctrain.training.train import run_training
 
-    return run(config, MPI.COMM_SELF)
+    return run_training(config, MPI.COMM_SELF).exit_code
 
 
 def last_digest(run: Path) -> str:

@@ -132,18 +132,24 @@ def test_frozen_parameters_stay_when_the_weights_they_came_from_are_gone(setting
 # Notices and requests at other moments than between steps
 
 
-def test_a_notice_in_a_validation_and_one_before_anything_is_done(settings, whole):
-    assert launch(settings, leave="evaluation.begun").code == 75
-    again = launch(settings, leave="evaluation.begun")
-    assert again.code == 1, "nothing was gained: nobody is to start it again"
-    assert records(settings, "end")[-1]["reason"] == "SIGUSR1; saved"
+@pytest.mark.parametrize("begun", [True, False], ids=["in a validation", "before all"])
+def test_a_notice_before_the_first_step_is_submitted_again_once(settings, whole, begun):
+    if begun:
+        assert launch(settings, leave="evaluation.begun").code == 75, "it trained"
+    how = {"leave": "evaluation.begun"} if begun else {"fault": "lock.taken:usr1"}
+    for code in (75, 1):
+        step = 7 if begun else 0
+        assert launch(settings, **how)[:3] == (code, "preempted", step)
+        reason = records(settings, "end")[-1]["reason"]
+        assert reason == "SIGUSR1; saved, before the first step of this launch: nothing is lost"
     assert launch(settings).code == 0
     check_same(settings, whole)
 
 
 def test_a_notice_in_the_final_test(settings, whole):
     assert launch(settings, leave="evaluation.begun:3").code == 75, "it trained"
-    assert launch(settings, leave="evaluation.begun").code == 1, "only the test was left"
+    assert launch(settings, leave="evaluation.begun").code == 75, "only the test was left"
+    assert launch(settings, leave="evaluation.begun").code == 1, "and again"
     assert launch(settings).code == 0
     check_same(settings, whole)
 
@@ -184,8 +190,8 @@ BAD_LINES = [b"\0" * 40 + b"\n", b"[5]\n", b'{"kind": "step", "step": "x"}\n']
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=["zeros", "list", "text"])
-def test_a_record_that_lost_a_line_is_told_again_from_there(settings, whole, bad):
-    """As after a power failure: only what a checkpoint covers has reached the disk for sure."""
+def test_a_damaged_record_costs_its_lines_only(settings, whole, bad):
+    """The checkpoint holds all that the run needs; the steps that the record lost are named."""
     often = {"checkpoint_every": "2steps"}
     assert launch(settings, leave=5, **often).step == 6
 
@@ -195,25 +201,11 @@ def test_a_record_that_lost_a_line_is_told_again_from_there(settings, whole, bad
 
     change_lines(settings, spoil)
     assert launch(settings, **often).code == 0
-    problem, passed, going_on = notes(settings)
+    problem, lost, going_on = notes(settings)
     assert "is no line of a record" in problem
-    assert passed == "the record ends at step 4: the checkpoint of 6 is passed over"
-    assert going_on == "going on after step 4"
-    check_same(settings, whole)
-
-
-@pytest.mark.parametrize("keep", [2, 3])
-def test_a_record_that_lost_a_validation_is_told_again_or_named(settings, whole, keep):
-    """After step 7 there are an epoch and a validation, and a checkpoint that follows them."""
-    often = {"checkpoint_every": "1step", "keep_checkpoints": keep}
-    assert launch(settings, leave=7, **often).step == 8
-    change_lines(settings, lambda lines: lines[: place_of(lines, "evaluation")])
-    assert launch(settings, **often).code == 0
-    if keep == 3:
-        assert any("the checkpoint of 7 is passed over" in note for note in notes(settings))
-    else:
-        assert "the record has lost steps that were done: 8" in notes(settings)
-    check_same(settings, whole, whole_record=keep == 3)
+    assert lost == "the record has lost steps that were done: 5 to 6"
+    assert going_on == "going on after step 6"
+    check_same(settings, whole, whole_record=False)
 
 
 def test_steps_that_the_record_lost_are_named(settings, whole):

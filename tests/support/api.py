@@ -154,7 +154,7 @@ __all__ += ["images_note", "read_external"]
 # What a run is: the plan that follows from settings and facts
 from hpctrain.plan import Facts
 from hpctrain.plan import resolve as resolve_plan
-from hpctrain.training.reading import check_memory
+from hpctrain.training.input import check_memory
 
 __all__ += ["Facts", "check_memory", "resolve_plan"]
 
