@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,6 @@ LETTERS = 13  # font size of captions, in pixels
 WIDEST = 120  # pixels of a caption below a narrower image
 IN_A_ROW = 8
 LARGEST = 240  # pixels of the longer side of an image with a caption
-
-
-def write_rows(path: Path, rows: Mapping[str, np.ndarray]) -> None:
-    """Write a PNG with one row of images (n, H, W, C) in [0, 1] per name, labelled with the name.
-
-    Raises RunError if the file cannot be written.
-    """
-    tiles = {printable(name, newlines=False): enlarge(images) for name, images in rows.items()}
-    some = next(iter(tiles.values()))
-    wide, high = (side + GAP for side in some[0].size)
-    font = ImageFont.load_default(size=16)
-    margin = 2 * GAP + round(max(font.getlength(name) for name in tiles))
-    sheet = Image.new("RGB", (margin + GAP + wide * len(some), GAP + high * len(tiles)), "white")
-    for number, (name, images) in enumerate(tiles.items()):
-        top = GAP + number * high
-        middle = GAP, top + high // 2
-        ImageDraw.Draw(sheet).text(middle, name, fill="black", font=font, anchor="lm")
-        for place, image in enumerate(images):
-            sheet.paste(image, (margin + GAP + place * wide, top))
-    _write(path, sheet)
 
 
 def draw_captioned(
@@ -101,12 +81,8 @@ def shown_values(images: np.ndarray) -> np.ndarray:
 
 def write_image(path: Path, image: np.ndarray) -> None:
     """Write an image (H, W, C), uint8 or in [0, 1], as PNG. Raises RunError if that fails."""
-    _write(path, Image.fromarray(_bytes(image)))
-
-
-def _write(path: Path, image: Image.Image) -> None:
     with writing(path), whole_file(path) as file:
-        image.save(file, format="PNG")
+        Image.fromarray(_bytes(image)).save(file, format="PNG")
 
 
 def _bytes(image: np.ndarray) -> np.ndarray:

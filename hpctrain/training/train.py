@@ -56,7 +56,6 @@ from hpctrain.training.validate import (
     choose_network,
     describe_network,
     evaluated_network,
-    show_work,
     test,
     validate,
 )
@@ -262,7 +261,6 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
         code = 1 if again and state.step == first else LEFT
         return TrainingResult(run.folder, "preempted", code, *state.network)
     on_root(comm, save_network, run)
-    on_root(comm, show_work, run)
     stopped = state.ended is EndReason.STOP
     status = "stopped" if stopped else "done"
     run.recorder.end(

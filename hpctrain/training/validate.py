@@ -6,27 +6,18 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 
-from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure
 from hpctrain.fault import fault
-from hpctrain.inference.blocks import block_key
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.inference.network import describe
-from hpctrain.inference.tasks import Denoising, network_output
-from hpctrain.models import evaluating, read_model, snapshot
-from hpctrain.parallel.device import fork_rng, seed_torch
+from hpctrain.models import read_model, snapshot
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import best_file, evaluation_file
-from hpctrain.training.input import FIRST_ROWS
 from hpctrain.training.run import CannotContinue, EndReason, Run, read_on_all
 from hpctrain.watchdog import doing
-
-SHOWN = 10  # images in the picture of a denoising run, of the first that every copy holds
-assert SHOWN <= FIRST_ROWS
 
 
 def validation_due(run: Run, step: int) -> bool:
@@ -161,28 +152,3 @@ def test(run: Run) -> dict[str, float | None]:
         else:
             found[f"{split}_loss"] = result.loss
     return found
-
-
-@torch.no_grad()
-def show_work(run: Run) -> None:
-    """Write a picture of noisy, restored and clean images of a denoising run (rank 0)."""
-    splits = [s for s in ("test", "validation", "train") if s in run.pack.splits]
-    split = next((s for s in splits if run.pack.splits[s].samples), None)
-    if not isinstance(run.task, Denoising) or split is None:
-        return
-    try:
-        source = run.input.split(split)
-        clean = read_samples(source, np.arange(min(SHOWN, len(source))), run.prepare)
-    except Failure as error:
-        run.recorder.note(f"denoised.png is not drawn: {error}")
-        return
-    noisy, _ = run.task.pair(clean, torch.empty(0), block_key(0))
-    model = run.trainer.model
-    with evaluating(model), fork_rng(noisy.device):
-        seed_torch(block_key(0), noisy.device)
-        restored = network_output(model, noisy, run.plan.precision).clamp(0, 1)
-    from hpctrain.report.pictures import write_rows  # imports Pillow
-
-    named = {"noisy": noisy, "restored": restored, "clean": clean}
-    arrays = {name: images.permute(0, 2, 3, 1).cpu().numpy() for name, images in named.items()}
-    write_rows(run.folder / "denoised.png", arrays)

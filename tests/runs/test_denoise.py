@@ -15,7 +15,6 @@ from tests.support.packs import make_pack
 from tests.support.ranks import command
 from tests.support.records import read_strictly
 from tests.support.runs import train_once
-from tests.support.spoil import overwrite
 
 
 def test_salt_and_pepper_replaces_a_share_of_the_values():
@@ -52,26 +51,13 @@ def test_the_autoencoder_keeps_the_shape(shape):
     assert hp.build("autoencoder", shape, 7).eval()(images).shape == images.shape
 
 
-def test_a_run_removes_noise_and_draws_what_it_does(tmp_path):
+def test_a_run_removes_noise(tmp_path):
     pack = make_pack(tmp_path / "a.h5", {"train": 101, "validation": 13, "test": 23})
     run = train_once(pack, "--task", "denoise", "--lr", "0.01", "--epochs", "20", ranks=2)
     records = read_strictly(run)
     (test,) = [record for record in records if record.get("split") == "test"]
     assert test["loss"] < 0.5 * test["noisy"], "the network does not remove noise"
     assert records[-1]["test_loss"] == test["loss"]
-    with Image.open(run / "denoised.png") as image:
-        picture = np.asarray(image.convert("L"))
-    assert picture.shape[0] > 3 * 28 and picture.shape[1] > 10 * 28
-    assert len(np.unique(picture)) > 20
-
-
-def test_a_picture_that_cannot_be_drawn_is_a_note_in_a_run_that_is_done(tmp_path):
-    pack = make_pack(tmp_path / "a.h5", {"train": 101, "test": 23})
-    overwrite(pack, hp.read_pack(pack).splits["test"].images.place + 3 * 784)
-    run = train_once(pack, "--task", "denoise", "--epochs", "1", "--no-test", ranks=2)
-    *_, note, end = read_strictly(run)
-    assert "sample 3 of split 'test' is corrupt" in note["text"] and "denoised.png" in note["text"]
-    assert end["status"] == "done" and not (run / "denoised.png").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
