@@ -11,14 +11,12 @@ Any other ``package.module:function`` is imported and called as
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpctrain.config.imports import Imported, import_function, is_of_timm, one_line
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
-from hpctrain.models.weights import check_type
+from hpctrain.models.weights import TYPES
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "autoencoder": autoencoder,
@@ -52,14 +50,37 @@ def build(
     """
     if small_stem and name not in STEMS:
         raise UsageError(f"--small-stem is for {', '.join(STEMS)}; --model is {name}")
-    if ":" in name:
-        own = timm_function(name) if is_of_timm(name) else import_function(name, "--model")
-        return _call(own, image_shape, classes)
-    if name not in NETWORKS:
-        raise UsageError(f"--model {name}: no such network{_hint(name)}")
-    if small_stem:
-        return NETWORKS[name](image_shape, classes, small_stem=True)
-    return NETWORKS[name](image_shape, classes)
+    if name in NETWORKS:
+        return NETWORKS[name](image_shape, classes, **({"small_stem": True} if small_stem else {}))
+    if is_of_timm(name):
+        model = make_of_timm(name, image_shape, classes)
+    elif ":" in name:
+        model = call(import_function(name, "--model"), image_shape, classes)
+    else:
+        known = f"; there are {', '.join(NETWORKS)}, timm:NAME and package.module:function"
+        raise UsageError(f"--model {name}: no such network{did_you_mean(name, NETWORKS) or known}")
+    for key, value in (*model.state_dict().items(), *model.named_buffers()):
+        dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if not dense or value.dtype not in TYPES:
+            text = f"{key} is no dense tensor of a type that weight files can hold"
+            raise UsageError(f"--model {name}: {text}")
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_lazy(tensor) and 0 in tensor.stride():  # expanded: torch refuses to write into it
+            tensor.data = tensor.data.clone()
+    return model
+
+
+def call(own: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Call the user's function. Raises UsageError unless it returns a module with parameters."""
+    given = {"image_shape": image_shape, "classes": classes}
+    own.check_arguments("function(image_shape=(H, W, C), classes=K)", **given)
+    model = own.call(lambda: own.function(**given))
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{own.setting} must return a torch.nn.Module, not {kind}")
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"{own.setting} returned a {kind} without parameters to train")
+    return model
 
 
 def check_forward(
@@ -77,14 +98,13 @@ def check_forward(
     try:
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             scores = model(images)
-        check_names(model, names)
-    except UsageError:
-        raise
     except Exception as error:
+        hint = size_hint(own_input(model).get("input_size"), image_shape)
         raise UsageError(
             f"the network cannot take images of {width}x{height}x{channels} (width, height,"
-            f" channels): {one_line(error)}{size_hint(model, image_shape)}"
+            f" channels): {one_line(error)}{hint}"
         ) from error
+    check_names(model, names)
     checked_output(scores, 2, output, "evaluation")
 
 
@@ -124,7 +144,8 @@ def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) ->
     UsageError otherwise.
     """
     if not isinstance(found, Tensor):
-        raise UsageError(f"the network must return a tensor, not {_kind(found)}, in {mode} mode")
+        kind = type(found).__name__
+        raise UsageError(f"the network must return a tensor, not {kind}, in {mode} mode")
     if found.shape != (rows, *output):
         needs = f"the data has {output[0]} classes" if len(output) == 1 else "an image is learnt"
         raise UsageError(
@@ -134,98 +155,42 @@ def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) ->
     return found
 
 
-def _call(imported: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    given = {"image_shape": image_shape, "classes": classes}
-    imported.check_arguments("function(image_shape=(H, W, C), classes=K)", **given)
-    model = imported.call(lambda: imported.function(**given))
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{imported.setting} must return a torch.nn.Module, not {_kind(model)}")
-    if next(model.parameters(), None) is None:
-        raise UsageError(
-            f"{imported.setting} returned a {_kind(model)} without parameters to train"
-        )
-    for name, value in (*model.state_dict().items(), *model.named_buffers()):
-        check_type(f"{imported.setting}: {name}", value)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not is_lazy(tensor) and 0 in tensor.stride():  # expanded: torch refuses to write into it
-            tensor.data = tensor.data.clone()
-    return model
+def make_of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Make the network "timm:NAME", for this size of images where it can be chosen.
 
-
-def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), NETWORKS, n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    own = "timm:NAME, or package.module:function of your own"
-    return f"; there are {', '.join(NETWORKS)}, {own}"
-
-
-def _kind(thing: object) -> str:
-    return type(thing).__name__
-
-
-# What constructors raise for a size of images that they cannot take, and converters for files of
-# other networks.
-UNFIT = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError),
-    ValueError,
-)
-
-
-def timm_function(name: str) -> Imported:
-    """Return the function that makes the network "timm:NAME" for an image shape and classes.
-
-    Raises UsageError if timm is not installed or has no such network.
+    Raises UsageError if timm is not installed, has no such network, or cannot make it.
     """
-    own = name.partition(":")[2]
-    timm = _import_timm(name)
-    known = timm.list_models()
-    if (base := own.partition(".")[0]) not in known:  # NAME.TAG
-        near = difflib.get_close_matches(base, known, n=3, cutoff=0.5)
-        hint = f"; nearest: {', '.join(f'timm:{each}' for each in near)}" if near else ""
-        raise UsageError(f"--model {name}: timm {timm.__version__} has no such network{hint}")
-    return Imported(f"--model {name}", partial(_make, timm, own), "")
-
-
-def _import_timm(name: str) -> Any:
-    spec = importlib.util.find_spec("timm")
+    spec, config, options = importlib.util.find_spec("timm"), None, {}
     if spec is None:
         raise UsageError(f"--model {name} needs timm: pip install 'hpctrain[timm]'")
     place = Path(spec.origin or "").resolve()
     if Path.cwd() in place.parents[:2]:  # a file of weights may name timm, not a module here
         raise UsageError(f"--model {name}: {place} is not the installed timm: move it away")
+    own, (height, width, channels) = name.partition(":")[2], image_shape
     try:
-        return importlib.import_module("timm")
-    except (ImportError, OSError, RuntimeError) as error:  # made for another torch
-        raise UsageError(f"--model {name}: importing timm failed: {one_line(error)}") from error
-
-
-def _make(timm: Any, name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    height, width, channels = image_shape
-    try:
-        config = timm.get_pretrained_cfg(name)
-    except RuntimeError as error:  # its tag
-        tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-        raise UsageError(f"--model timm:{name}: there are {', '.join(tags)}") from error
-    size = {}
-    if config and config.fixed_input_size and config.input_size[1:] != (height, width):
-        size["img_size"] = (height, width)
-    create = partial(timm.create_model, name, num_classes=classes, in_chans=channels)
-    try:
-        model: nn.Module = create(**size)
-    except UNFIT as error:
-        if not size:
-            raise
+        timm = importlib.import_module("timm")
+        known, base = timm.list_models(), own.partition(".")[0]  # NAME.TAG
+        if base not in known:
+            near = did_you_mean(base, known)
+            raise UsageError(f"--model {name}: timm {timm.__version__} has no such network{near}")
+        config = timm.get_pretrained_cfg(own)
+        if config and config.fixed_input_size and config.input_size[1:] != (height, width):
+            options["img_size"] = (height, width)
+        return timm.create_model(own, num_classes=classes, in_chans=channels, **options)
+    except UsageError:
+        raise
+    except Exception as error:  # also of a timm for another torch
         raise UsageError(
-            f"--model timm:{name} cannot be made for images of {width}x{height}:"
-            f" {one_line(error)}{pack_again(config.input_size[1:])}"
+            f"--model {name} cannot be made for images of {width}x{height}:"
+            f" {one_line(error)}{size_hint(config and config.input_size, image_shape)}"
         ) from error
-    return model
 
 
-def pack_again(size: tuple[int, int]) -> str:
-    """Return the size (H, W) of published weights, and how to pack for it."""
-    return f"; published for {size[1]}x{size[0]}: pack with --size {size[1]}x{size[0]}"
+def size_hint(size: tuple[int, int, int] | None, image_shape: tuple[int, int, int]) -> str:
+    """Return how to pack for the published input size (C, H, W), if images have another."""
+    if size is None or size[1:] == image_shape[:2]:
+        return ""
+    return f"; published for {size[2]}x{size[1]}: pack with --size {size[2]}x{size[1]}"
 
 
 def own_input(model: nn.Module) -> Mapping[str, Any]:
@@ -234,25 +199,18 @@ def own_input(model: nn.Module) -> Mapping[str, Any]:
     return found if isinstance(found, dict) and found.get("mean") else {}
 
 
-def size_hint(model: nn.Module, image_shape: tuple[int, int, int]) -> str:
-    """Return which size to pack with, if a network refuses images that have another size."""
-    size = own_input(model).get("input_size")
-    return pack_again(size[1:]) if size and size[1:] != image_shape[:2] else ""
+def convert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of earlier names, or for other sizes of images, as timm converts them.
 
-
-def convert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Convert tensors of earlier names, or for other sizes of images, as timm does.
-
-    Returns None if `model` is not of timm, or timm cannot convert them.
+    They are unchanged if `model` is not of timm, or timm cannot convert them.
     """
     home = sys.modules[type(model).__module__]
-    converter = getattr(home, "checkpoint_filter_fn", None)
-    if converter is None or not home.__name__.startswith("timm."):
-        return None
+    if not home.__name__.startswith("timm.") or not hasattr(home, "checkpoint_filter_fn"):
+        return tensors
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how it resizes
-            converted: dict[str, Tensor] = converter(tensors, model)
+            converted: dict[str, Tensor] = home.checkpoint_filter_fn(dict(tensors), model)
             return converted
-    except UNFIT:
-        return None
+    except Exception:
+        return tensors

@@ -15,10 +15,10 @@ import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from hpctrain.config.imports import one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.build import convert, own_input
-from hpctrain.models.weights import is_torch_file, load_weights, read_model
+from hpctrain.models.weights import COUNTER, is_torch_file, load_weights, read_model
 from hpctrain.text import listed
-from hpctrain.typed import typed
 
-COUNTER = "num_batches_tracked"  # of a batch-norm layer; old files lack it
+# Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
+ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
+ARGUMENTS = argparse.Namespace  # stored by training scripts of timm and others; runs no code
 Tensors = dict[str, Tensor]
-Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean, std by channel
+Scaling = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,6 @@ class InitialWeights:
     """What `load_init` took from a file, and what it did not."""
 
     path: str
-    classes: int  # of the network
-    channels: int
     entry: str  # of the file, in which the tensors lie; empty: the file itself
     prefix: str  # which their names had
     tensors: int  # of the network, without batch counters
@@ -50,172 +49,111 @@ class InitialWeights:
     adapted: dict[str, int]  # first convolutions, and the channels of the file's
     left_out: tuple[str, ...]  # tensors of the file
     resized: tuple[str, ...]  # tensors for another size of images, such as position embeddings
-    named: bool  # whether the file says how its images were normalized
-    statistics: Statistics | None  # which it names; None: images in [0, 1]
+    scaling: Scaling | None  # of its images; None: the file does not say
 
     def __str__(self) -> str:
         """Return one line: what was loaded, replaced, and left out."""
         place = f"{self.entry} of {self.path}" if self.entry else self.path
-        text = f"--init {place}: {self.tensors - len(self.fresh)} of {self.tensors} tensors loaded"
-        if self.prefix:
-            text += f", their names without {self.prefix!r}"
-        if self.fresh:
-            layers = listed(dict.fromkeys(name.rpartition(".")[0] for name in self.fresh))
-            theirs = max(self.fresh.values())
-            why = f"the file's has {theirs}" if theirs else "the file has none of this name"
-            text += f"; classifier {layers} ({self.classes} classes) starts fresh: {why}"
-        for name, theirs in self.adapted.items():
-            text += f"; {name} adapted from {theirs} to {self.channels} channels"
-        if self.resized:
-            text += f"; resized for images of this size: {listed(self.resized, 3)}"
-        if self.left_out:
-            text += f"; left out: {listed(self.left_out, 3)}"
-        return text
-
-    def facts(self) -> dict[str, Any]:
-        """Return the same for the record."""
-        names = ("path", "entry", "prefix", "tensors", "fresh", "adapted", "left_out", "resized")
-        return {name: getattr(self, name) for name in names}
+        loaded = f"{self.tensors - len(self.fresh)} of {self.tensors} tensors loaded"
+        names = f", their names without {self.prefix!r}" if self.prefix else ""
+        theirs = max(self.fresh.values(), default=0) or "no"
+        others = {
+            f"the classifier starts fresh ({theirs} classes in the file)": self.fresh,
+            "adapted to the channels of the images": self.adapted,
+            "resized for images of this size": self.resized,
+            "left out": self.left_out,
+        }
+        texts = [f"{what}: {listed(which, 3)}" for what, which in others.items() if which]
+        return "; ".join([f"--init {place}: {loaded}{names}", *texts])
 
 
 def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -> InitialWeights:
     """Load initial weights into `model`, a network for `classes` classes and `channels` channels.
 
-    All tensors must fit, with three exceptions. A classifier for another number of classes, or that
-    is not in the file, keeps its values. A first convolution for another number of channels gets
-    the file's weights as in timm: for one channel their sum over the channels, otherwise repeated
-    and scaled by the ratio of the numbers of channels. Batch counters may be missing. Raises
-    UsageError that names the first tensors that do not fit.
+    All tensors must fit, with the exceptions of `fit`, or after timm has converted them for a
+    network of its own. Raises UsageError that names the first tensors that do not fit.
     """
     found, metadata, entry = read_weights(path)
-    named = "mean" in metadata, _statistics(path, metadata)
-    tensors, prefix = rename(found, model.state_dict())
-    outside = tuple(name for name in found if prefix and not name.startswith(prefix))
-    resized: tuple[str, ...] = ()
+    named, prefix = rename(found, model.state_dict())
+    saved_for = f" (saved for --model {metadata['model']})" if "model" in metadata else ""
+    tensors = named
     try:
-        loaded = _load(model, path, tensors, classes, channels)
-    except UsageError as error:
-        converted = convert(model, dict(tensors))
-        try:
-            if converted is None:
-                raise
-            loaded = _load(model, path, converted, classes, channels)
-        except UsageError:
-            saved_for = metadata.get("model")
-            hint = f"; it was saved for --model {saved_for}" if saved_for else ""
-            raise UsageError(f"{error}{hint}") from None
-        resized = tuple(n for n in tensors if n in converted and _differs(n, tensors, converted))
-    counted = sum(not name.endswith(COUNTER) for name in model.state_dict())
-    loaded = loaded._replace(left_out=outside + loaded.left_out)
-    own = str(path), classes, channels, entry, prefix, counted
-    return InitialWeights(*own, *loaded, resized, *named)
+        fitted, fresh, adapted = fit(model, tensors, classes, channels)
+        load_weights(model, fitted, f"{path}{saved_for}")
+    except UsageError:
+        if (tensors := convert(model, named)) is named:
+            raise
+        fitted, fresh, adapted = fit(model, tensors, classes, channels)
+        load_weights(model, fitted, f"{path}{saved_for}")
+    outside = [name for name in found if not name.startswith(prefix)]
+    scaling = metadata.get("mean") and (tuple(metadata["mean"]), tuple(metadata["std"]))
+    return InitialWeights(
+        path=str(path),
+        entry=entry,
+        prefix=prefix,
+        tensors=sum(not name.endswith(COUNTER) for name in model.state_dict()),
+        fresh=fresh,
+        adapted=adapted,
+        left_out=(*outside, *(name for name in tensors if name not in fitted)),
+        resized=tuple(n for n in named if n in tensors and tensors[n].shape != named[n].shape),
+        scaling=(scaling or ()) if "mean" in metadata else None,
+    )
 
 
-class Loaded(NamedTuple):
-    """Tensors that a network did not get as they were."""
+def fit(
+    model: nn.Module, tensors: Tensors, classes: int, channels: int
+) -> tuple[Tensors, dict[str, int], dict[str, int]]:
+    """Return the tensors to load, and `fresh` and `adapted` of `InitialWeights`.
 
-    fresh: dict[str, int]
-    adapted: dict[str, int]
-    left_out: tuple[str, ...]
-
-
-def _load(
-    model: nn.Module, path: str | Path, tensors: Tensors, classes: int, channels: int
-) -> Loaded:
-    """Load tensors that fit, but for the exceptions of `load_init`, into `model`."""
-    state = model.state_dict()
-    fresh = _fresh_classifier(model, tensors, classes)
-    left_out = [] if not fresh or max(fresh.values()) else _other_classifier(tensors, state)
-    adapted = {
-        name: tensors[name].shape[1]
-        for name, own in state.items()
-        if name in tensors and _differs_in_channels(tensors[name], own, channels)
-    }
-    fitting = {name: value for name, value in tensors.items() if name not in left_out}
-    fitting |= {name: state[name] for name in fresh}
-    fitting |= {name: adapt_channels(tensors[name], channels) for name in adapted}
-    load_weights(model, fitting, path)
-    return Loaded(fresh, adapted, tuple(left_out))
-
-
-def _statistics(path: str | Path, metadata: Mapping[str, Any]) -> Statistics | None:
-    """Return the mean and std that a file of hpctrain names. Raises UsageError if none can be."""
-    try:
-        mean, std = (
-            typed(metadata.get(name), tuple[float, ...] | None, name) for name in ("mean", "std")
-        )
-        if mean is None and std is None:
-            return None
-        if not mean or not std or len(mean) != len(std) or not min(std) > 0:
-            raise ValueError(f"mean is {mean} and std {std}")
-    except ValueError as error:
-        raise UsageError(f"{path}: its metadata are corrupt, {error}") from error
-    return mean, std
+    A classifier for another number of classes, or that is not among the tensors, keeps its values;
+    then those of another classifier are left out. A first convolution for another number of
+    channels gets the weights as in timm: for one channel their sum over the channels, otherwise
+    repeated and scaled by the ratio of the numbers of channels.
+    """
+    state, adapted = model.state_dict(), {}
+    fresh = fresh_classifier(model, tensors, classes)
+    others = [name for name in tensors if name not in state]
+    if any(fresh.values()) or len({name.rpartition(".")[0] for name in others}) != 1:
+        others = []
+    fitted = {name: tensor for name, tensor in tensors.items() if not fresh or name not in others}
+    fitted |= {name: state[name] for name in fresh}
+    for name, own in state.items():
+        if name in tensors and own.dim() == 4 and own.shape[1] == channels:
+            theirs, (out, _, *size) = tensors[name].shape, own.shape
+            if theirs != own.shape and theirs in ((out, 1, *size), (out, 3, *size)):
+                adapted[name] = n = theirs[1]
+                repeated = tensors[name].repeat(1, -(-channels // n), 1, 1)[:, :channels]
+                summed = tensors[name].sum(1, keepdim=True)
+                fitted[name] = summed if channels == 1 else repeated * (n / channels)
+    return fitted, fresh, adapted
 
 
-def rename(found: Tensors, wanted: Iterable[str]) -> tuple[Tensors, str]:
+def rename(found: Tensors, wanted: Tensors) -> tuple[Tensors, str]:
     """Return the tensors whose names begin with a prefix, without it, and the prefix.
 
     It is the one with which most names are among the `wanted`, possibly none.
     """
-    names, counts = set(wanted), Counter[str]({"": 0})
+    counts = Counter({"": 0})
     for name in found:
-        parts = name.split(".")
-        for first in range(len(parts)):
-            if ".".join(parts[first:]) in names:
-                counts["".join(f"{part}." for part in parts[:first])] += 1
+        starts = (0, *(dot.end() for dot in re.finditer(r"\.", name)))
+        counts.update(name[:start] for start in starts if name[start:] in wanted)
     prefix = max(counts, key=counts.__getitem__)
     return {n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}, prefix
 
 
-def _differs(name: str, first: Tensors, second: Tensors) -> bool:
-    return first[name].shape != second[name].shape
-
-
-def _fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[str, int]:
+def fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[str, int]:
     """Return the classifier's tensors that `tensors` cannot fill, with their number of classes."""
     parameters = dict(model.named_parameters())
-    known = own_input(model).get("classifier")  # timm's networks may have two
-    named = known or next(reversed(parameters)).rpartition(".")[0]
-    heads = (named,) if isinstance(named, str) else named
-    own = [name for name in parameters if name.rpartition(".")[0] in heads]
-    if any(parameters[name].shape[:1] != (classes,) for name in own):
+    last = next(reversed(parameters)).rpartition(".")[0]
+    heads = own_input(model).get("classifier") or last  # timm's networks may have two
+    heads = (heads,) if isinstance(heads, str) else heads
+    own = {n: p.shape for n, p in parameters.items() if n.rpartition(".")[0] in heads}
+    if any(shape[:1] != (classes,) for shape in own.values()):
         return {}
-    if not any(name in tensors for name in own):
+    if not own.keys() & tensors.keys():
         return dict.fromkeys(own, 0)
-    differing = [n for n in own if n in tensors and tensors[n].shape != parameters[n].shape]
-    alike = all(
-        tensors[n].dim() > 0 and tensors[n].shape[1:] == parameters[n].shape[1:] for n in differing
-    )
-    return {name: len(tensors[name]) for name in differing} if alike else {}
-
-
-def _other_classifier(tensors: Tensors, state: Tensors) -> list[str]:
-    """Return the names of the file's classifier, if nothing else is not in the network."""
-    extra = [name for name in tensors if name not in state]
-    layers = {name.rpartition(".")[0] for name in extra}
-    return extra if len(layers) == 1 and len(extra) <= 2 else []
-
-
-def _differs_in_channels(theirs: Tensor, own: Tensor, channels: int) -> bool:
-    """Whether both are weights of a first convolution that differ in the channels of images."""
-    alike = theirs.dim() == own.dim() == 4 and theirs.shape[::2] == own.shape[::2]
-    sizes = theirs.shape[1] != own.shape[1] == channels if alike else False
-    return alike and sizes and theirs.shape[1] in (1, 3) and theirs.shape[3] == own.shape[3]
-
-
-def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Return the weight (out, I, h, w) of a convolution for images of I channels for `channels`."""
-    theirs = weight.shape[1]
-    if channels == 1:
-        return weight.sum(1, keepdim=True)
-    times = -(-channels // theirs)
-    return weight.repeat(1, times, 1, 1)[:, :channels] * (theirs / channels)
-
-
-# Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
-ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
-ARGUMENTS = argparse.Namespace  # stored by training scripts of timm and others; runs no code
+    theirs = {name: tensors[name].shape for name in own if name in tensors}
+    return {n: s[0] for n, s in theirs.items() if s != own[n] and s and s[1:] == own[n][1:]}
 
 
 def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
@@ -224,15 +162,10 @@ def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
     Raises UsageError if it is neither a safetensors file nor one of torch.save, is damaged, or
     holds objects that only code of the file could make.
     """
-    try:
-        with open(path, "rb") as file:
-            head = file.read(4)
-    except OSError as error:
-        raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
-    if not is_torch_file(head):
+    if not is_torch_file(path):
         return *read_model(path), ""
     try:
-        if head[:2] == b"PK":
+        if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():  # torch.load does not compare the checksums
                     raise ValueError(f"{damaged} does not match its CRC-32")
@@ -240,33 +173,22 @@ def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
             warnings.simplefilter("ignore")  # about old formats
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = f"cannot be read by torch.load: {one_line(error)[:200]}"
         if unknown := re.search(r"GLOBAL (\S+)", str(error)):
-            raise UsageError(
-                f"{path} holds an object of the type {unknown[1]}, and no code of a file is"
-                " executed to make it: save the network's .state_dict() alone"
-            ) from error
-        size = f"{Path(path).stat().st_size:,} bytes"
-        raise UsageError(
-            f"{path} ({size}) cannot be read by torch.load: {one_line(error)[:200]}"
-        ) from error
-    return _tensors_of(path, found)
-
-
-def _tensors_of(path: str | Path, found: Any) -> tuple[Tensors, dict[str, Any], str]:
-    """Find the tensors among the contents of a file of torch.save."""
-    homes = {"": found, **{e: found[e] for e in ENTRIES if isinstance(found, dict) and e in found}}
-    if isinstance(found, dict):
-        homes |= {name: value for name, value in found.items() if isinstance(name, str)}
-    tensors = {entry: _by_name(homes[entry]) for entry in homes}
-    usual = [entry for entry in ENTRIES if tensors.get(entry)]
-    entry = usual[0] if usual else max(tensors, key=lambda name: len(tensors[name]))
-    if not tensors[entry]:
+            reason = (
+                f"holds an object of the type {unknown[1]}, and no code of a file is executed to"
+                " make it: save the network's .state_dict() alone"
+            )
+        raise UsageError(f"{path} {reason}") from error
+    homes = {"": found, **found} if isinstance(found, dict) else {}
+    tensors = {
+        entry: {n: t for n, t in home.items() if isinstance(n, str) and isinstance(t, Tensor)}
+        for entry, home in homes.items()
+        if isinstance(home, Mapping)
+    }
+    holding = [e for e, held in tensors.items() if any(t.dim() > 1 for t in held.values())]
+    if not holding:
         raise UsageError(f"{path} holds no weights: no tensors by name, also not in an entry of it")
+    usual = [entry for entry in ENTRIES if entry in holding]
+    entry = usual[0] if usual else max(holding, key=lambda entry: len(tensors[entry]))
     return tensors[entry], {}, entry
-
-
-def _by_name(home: Any) -> Tensors:
-    """Return the tensors of a dictionary, if there are matrices among them."""
-    held = home.items() if isinstance(home, Mapping) else ()
-    tensors = {n: t for n, t in held if isinstance(n, str) and isinstance(t, Tensor)}
-    return tensors if any(tensor.dim() > 1 for tensor in tensors.values()) else {}

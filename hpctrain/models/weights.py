@@ -22,13 +22,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file
+from hpctrain.errors import UsageError
+from hpctrain.files import whole_file, writing
 from hpctrain.text import listed
 from hpctrain.typed import parse_json, typed
 
 ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
 ORDER = "tensors"  # key in the entry: the names in the order of the tensors
+COUNTER = "num_batches_tracked"  # of a batch-norm layer; old files lack it
 TYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -53,18 +54,10 @@ class CorruptFile(UsageError):
     """A file that is not what was written, or none of this format."""
 
 
-def check_type(name: str, value: Any) -> None:
-    """Raise UsageError unless it is a dense tensor of a type that files can hold."""
-    dense = isinstance(value, Tensor) and value.layout is torch.strided
-    if not dense or value.dtype not in TYPES:
-        raise UsageError(f"{name} is no dense tensor of a type that weight files can hold")
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the values in torch's order as a vector of bytes on the CPU, copied if necessary."""
-    return (
-        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-    )
+    held = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return held.contiguous().flatten().view(torch.uint8)
 
 
 def write_tensors(
@@ -79,18 +72,19 @@ def write_tensors(
     sha256 = _digest(tensors, text)
     header: dict[str, object] = {"__metadata__": {ENTRY: text, SHA256: sha256}}
     # By decreasing element size, so that every tensor is aligned.
-    names, start = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0
-    for name in names:
-        shape, end = list(tensors[name].shape), start + tensors[name].nbytes
-        kind = TYPES[tensors[name].dtype]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-        start = end
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    start = 0
+    for name, tensor in ordered:
+        place = [start, start + tensor.nbytes]
+        kind, shape = TYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": place}
+        start = place[1]
     described = json.dumps(header, separators=(",", ":")).encode()
     described += b" " * (-len(described) % 8)
     with whole_file(path, point=point) as file:
         file.write(len(described).to_bytes(8, "little") + described)
-        for name in names:
-            file.write(as_bytes(tensors[name]).numpy().data)
+        for _, tensor in ordered:
+            file.write(as_bytes(tensor).numpy().data)
     return sha256
 
 
@@ -121,8 +115,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
             f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
             f" without the metadata entry {SHA256!r})"
         )
-    names = metadata.pop(ORDER, None)
-    if isinstance(names, list) and set(map(str, names)) == set(tensors):
+    names = metadata.pop(ORDER, [])
+    if set(names) == set(tensors):
         tensors = {name: tensors[name] for name in names}
     return tensors, metadata, sha256
 
@@ -151,13 +145,9 @@ def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) 
     Raises RunError if it cannot be written.
     """
     tensors = snapshot(model)
-    try:
+    size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+    with writing(f"the weights {path} ({size:.1f} MB)"):
         write_tensors(Path(path), tensors, metadata)
-    except OSError as error:
-        size = f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.1f} MB"
-        raise RunError(
-            f"cannot write the weights {path} ({size}): {error.strerror or error}"
-        ) from error
 
 
 def read_model(
@@ -168,18 +158,13 @@ def read_model(
     The metadata of another program's file are empty. Raises UsageError if the file is missing,
     truncated, not in the safetensors format, or corrupt, or if it lacks a `required` key.
     """
-    try:
-        with open(path, "rb") as file:
-            if is_torch_file(file.read(4)):
-                raise UsageError(
-                    f"{path} is no safetensors file, but one of torch.save: train from its weights"
-                    f" with --init {path}"
-                )
-        tensors, metadata, _ = read_tensors(Path(path))
-    except OSError as error:
-        raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
-    absent = [key for key in required if key not in metadata]
-    if absent:
+    if is_torch_file(path):
+        raise UsageError(
+            f"{path} is no safetensors file, but one of torch.save: train from its weights with"
+            f" --init {path}"
+        )
+    tensors, metadata, _ = read_tensors(Path(path))
+    if absent := [key for key in required if key not in metadata]:
         raise UsageError(
             f"{path} holds weights but not the {', '.join(absent)} they belong to: it was not"
             " written at the end of a run"
@@ -187,37 +172,41 @@ def read_model(
     return tensors, metadata
 
 
-def is_torch_file(start: bytes) -> bool:
-    """Whether a file that starts so is one of torch.save: a zip file, or an earlier format."""
-    return start[:4] == b"PK\x03\x04" or (start[:1], start[2:4]) == (b"\x80", b"\x8a\n")
+def is_torch_file(path: str | Path) -> bool:
+    """Whether a file is one of torch.save: a zip file, or an earlier format.
+
+    Raises UsageError if it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
+    return start == b"PK\x03\x04" or (start[:1], start[2:]) == (b"\x80", b"\x8a\n")
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Path) -> None:
     """Copy `tensors` into the parameters and buffers of `model`, in place.
 
-    Names and shapes must match; otherwise UsageError names the first three that do not. Batch
-    counters may be missing (old files lack them).
+    Names, shapes and kinds of numbers must match, and weights be finite; otherwise UsageError names
+    the first three that do not. Batch counters may be missing (old files lack them).
     """
     state = model.state_dict()
-    differing = [n for n in state if n in tensors and tensors[n].shape != state[n].shape]
-    wrong = [f"{n} is {_shape(tensors[n])}, the model's {_shape(state[n])}" for n in differing]
-    wrong += [  # quantized weights, say; torch would copy the integers, and drop imaginary parts
-        f"{n} is {tensors[n].dtype}, the model's {state[n].dtype}"
-        for n in state
-        if n in tensors and not n.endswith("num_batches_tracked")
-        if _kind(tensors[n]) != _kind(state[n])
-    ]
-    wrong += [
-        f"{n} {_shape(state[n])} is not in the file"
-        for n in state
-        if n not in tensors and not n.endswith("num_batches_tracked")
-    ]
-    wrong += [f"{n} {_shape(tensors[n])} is not in the model" for n in tensors if n not in state]
+    wrong = [f"{n} {_shape(tensors[n])} is not in the model" for n in tensors if n not in state]
+    for name, own in state.items():
+        found = tensors.get(name)
+        if found is None:
+            if not name.endswith(COUNTER):
+                wrong.append(f"{name} {_shape(own)} is not in the file")
+        elif found.shape != own.shape:
+            wrong.append(f"{name} is {_shape(found)}, the model's {_shape(own)}")
+        elif _kind(found) != _kind(own) and not name.endswith(COUNTER):
+            # quantized weights, say: torch would copy the integers, and drop imaginary parts
+            wrong.append(f"{name} is {found.dtype}, the model's {own.dtype}")
+        elif not _finite(found) and _finite(own):  # a mask may hold -inf by design
+            wrong.append(f"{name} holds values that are not finite")
     if wrong:
         raise UsageError(f"{source} does not fit the model: {listed(wrong, 3, '; ')}")
-    for name, value in tensors.items():
-        if not _finite(value) and _finite(state[name]):  # a mask may hold -inf by design
-            raise UsageError(f"{source}: {name} holds values that are not finite")
     state.update(tensors)  # keeps the versions of modules, which some ask for when they load
     with torch.no_grad():
         model.load_state_dict(state)
@@ -225,8 +214,7 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Pat
 
 def _finite(tensor: Tensor) -> bool:
     """Whether all values are finite; torch cannot test the floating-point types of one byte."""
-    small = tensor.is_floating_point() and tensor.itemsize == 1
-    return bool(torch.isfinite(tensor.float() if small else tensor).all())
+    return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
 
 
 def _kind(tensor: Tensor) -> tuple[bool, bool]:

@@ -141,7 +141,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "pack_uuid": run.pack.uuid,
         "plan": run.plan.digest(),
         "key": hardware_key(run.trainer.message.device),
-        "init": run.init.facts() if run.init else None,
+        "init": dataclasses.asdict(run.init) if run.init else None,
         "mpi": library(),
         "torch": torch.__version__,
         "hpctrain": __version__,

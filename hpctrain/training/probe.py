@@ -24,7 +24,8 @@ from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Task, network_output, output_shape
-from hpctrain.models import as_bytes, check_names, checked_output, evaluating
+from hpctrain.models import as_bytes, evaluating
+from hpctrain.models.build import check_names, checked_output
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torch
 from hpctrain.text import listed

@@ -8,13 +8,12 @@ from hpctrain.config import Config
 from hpctrain.data.pack import Pack
 from hpctrain.errors import UsageError
 from hpctrain.models import InitialWeights, own_input
+from hpctrain.models.init import Scaling
 from hpctrain.plan import Plan
 
 # Of the ImageNet training images in [0, 1], red, green, blue; published ResNet weights expect them.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-
-Scaling = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
 
 
 def choose_scaling(
@@ -26,12 +25,11 @@ def choose_scaling(
     """
     if earlier:
         return earlier.scaling, ""
-    given = normalization(config.normalize, pack)
     if config.normalize != "auto" or config.task == "denoise":
-        return given, ""
+        return normalization(config.normalize, pack), ""
     channels, own = pack.image_shape[2], own_input(model)
-    if init and init.named:
-        found, whose = init.statistics or (), "as in the training of --init"
+    if init and init.scaling is not None:
+        found, whose = init.scaling, "as in the training of --init"
     elif own:
         found, whose = (tuple(own["mean"]), tuple(own["std"])), f"as published for {config.model}"
         _, height, width = own["input_size"]
@@ -40,19 +38,17 @@ def choose_scaling(
     elif init and (channels == 3 or init.adapted):
         found, whose = (IMAGENET_MEAN, IMAGENET_STD), "those of ImageNet, as --init does not say"
     else:
+        found = ()
+    if not found:
         return (), ""
-    scaling = tuple(_for_channels(values, channels) for values in found)
-    if not scaling:
-        return (), ""
+    scaling = tuple(  # of another number of channels each has the mean of the values
+        tuple(map(float, values))
+        if len(values) == channels
+        else (sum(values) / len(values),) * channels
+        for values in found
+    )
     mean, std = (", ".join(f"{value:.4g}" for value in values) for values in scaling)
     return scaling, f"--normalize auto: mean {mean} and std {std}, {whose}"
-
-
-def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return the values, or their mean for each channel if there are as many as in no image."""
-    if len(values) != channels:
-        return (sum(values) / len(values),) * channels
-    return tuple(map(float, values))
 
 
 def normalization(name: str, pack: Pack) -> Scaling:

@@ -79,7 +79,7 @@ def test_a_last_layer_that_starts_fresh_is_recorded_once(trained, trained_copy):
     assert done.code == 0, done.err
     notes = [each["text"] for each in read_strictly(trained_copy.run("tuned")) if "text" in each]
     (said,) = [text for text in notes if "of 17" in text]
-    assert "15 of 17" in said and "fc" in said and "7 classes" in said
+    assert "15 of 17" in said and "fc" in said and "10 classes in the file" in said
 
 
 def test_another_pack_in_the_place_of_the_one_of_training_is_noticed(tmp_path, monkeypatch):

@@ -13,10 +13,6 @@ def list_models(filter="", module=""):
     return list(tiny.NETWORKS) if module in ("", "tiny") else []
 
 
-def list_pretrained(filter):
-    return [tag for tag in TAGS["tiny_vit"] if "." in tag]
-
-
 def get_pretrained_cfg(name):
     base, _, tag = name.partition(".")
     if tag and name not in TAGS.get(base, {}):
