@@ -6,11 +6,10 @@ names the ranks that did not arrive and aborts all. Stacks are written to files.
 run its thread either (stopped, or stuck in native code) is ended by faulthandler's own timer or by
 the others. The kernel kills ranks whose mpirun died.
 
-A heartbeat is ``N.json`` in a folder that all ranks see: one JSON object with rank, host, pid,
-doing, seconds (since that activity began), time (since 1970), limit (seconds) and, for a rank that
-ended before the others, failed (the reason). ``N.stack`` beside it holds the stacks of a rank that
-hung, crashed or was terminated by its launcher. Ages are differences of modification times, which
-one file server sets, so the clocks of the hosts do not matter.
+A heartbeat is ``N.json`` in a folder that all ranks see: one JSON object, a `Beat` without `time`.
+``N.stack`` beside it holds the stacks of a rank that hung, crashed or was terminated by its
+launcher. Ages are differences of modification times, which one file server sets, so the clocks of
+the hosts do not matter.
 
 Without a folder for heartbeats (before a run has one; evaluate and predict) each rank reports its
 own hang. If MPI_Init takes long, one rank of each host reports it: a host without such a line has
@@ -33,25 +32,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from hpctrain.cluster import (
-    end_with_launcher,
-    launched_local_rank,
-    local_size,
-    under_mpirun,
-)
+from hpctrain.cluster import end_with_launcher, launched_local_rank, local_size, under_mpirun
 from hpctrain.errors import UsageError
 from hpctrain.files import write_whole
-from hpctrain.text import ranges, say
+from hpctrain.text import listed, ranges, say
 from hpctrain.typed import from_fields, parse_json
 
 HEARTBEATS = "ranks"  # in the folder of a run
+HANG = "hang"  # in that folder: a hang was found and all ranks exit
 BEAT_EVERY = 5.0  # seconds
 WAITING = "waiting for "  # prefix of the activity of a rank that waits for others
+MPI_INIT = f"{WAITING}all in MPI_Init"
+SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
+IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
+PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell who works
+LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 MOST_NAMED = 8  # ranks in a message
-CRASH = re.compile(rb"Fatal Python error: ([ -~]{1,80})")  # first line written by faulthandler
+CRASH = re.compile(r"Fatal Python error: ([ -~]{1,80})")  # first line written by faulthandler
+STDERR = 2  # file descriptor
 
 
 @dataclass(frozen=True, order=True)
@@ -63,50 +63,32 @@ class Beat:
     pid: int
     doing: str
     seconds: float  # since `doing` began, when the heartbeat was written
-    time: float  # when it was written, by the clock of its host, in seconds since 1970
+    time: float  # when it was written, in seconds since 1970; once read, by the file server's clock
     limit: float = 0.0  # seconds that `doing` may take
     failed: str = ""  # why the rank ended, if it could record the reason
-    written: float = 0.0  # modification time of the file
-
-
-def beat_interval(timeout: float, size: int) -> float:
-    """Return the seconds between heartbeats; longer for many ranks, to spare the file system."""
-    return min(max(BEAT_EVERY, size / 20), timeout / 6)
-
-
-def phase_of(doing: str) -> str:
-    """Return the phase of an activity: "step", "setting", "block" (of an evaluation).
-
-    It is the same while the rank waits for others, and for all parts of a step.
-    """
-    word = re.sub(f"^{WAITING}\\w+ in ", "", doing).partition(" ")[0]
-    return "step" if word in ("recording", "reading") else word
-
-
-def write_beat(folder: Path, beat: Beat) -> None:
-    """Replace this rank's heartbeat file atomically. Raises OSError."""
-    fields = asdict(beat)
-    del fields["written"]
-    write_whole(folder / f"{beat.rank}.json", json.dumps(fields) + "\n", durable=False)
 
 
 def read_beat(path: Path) -> Beat | None:
     """Read a heartbeat file; return None if it holds no valid heartbeat."""
     try:
         with open(path, "rb") as file:
-            written, content = os.fstat(file.fileno()).st_mtime, file.read()
-        beat = from_fields(Beat, parse_json(content))
+            beat = from_fields(Beat, parse_json(file.read()))
+            return replace(beat, time=os.fstat(file.fileno()).st_mtime)
     except (OSError, ValueError):
         return None
-    return replace(beat, written=written)
 
 
 def read_beats(folder: Path) -> list[Beat]:
     """Return the heartbeats of all ranks that have one, in the order of ranks."""
     with suppress(OSError):
-        beats = [read_beat(path) for path in folder.glob("[0-9]*.json")]
-        return sorted(beat for beat in beats if beat)
+        return sorted(filter(None, map(read_beat, folder.glob("[0-9]*.json"))))
     return []
+
+
+def remove_heartbeats(folder: Path) -> None:
+    """Remove what an earlier launch left in the folder of heartbeats. Raises OSError."""
+    for path in folder.iterdir():
+        path.unlink(missing_ok=True)
 
 
 def is_gone(beat: Beat) -> bool:
@@ -118,11 +100,9 @@ def is_gone(beat: Beat) -> bool:
     return True
 
 
-def remove_heartbeats(folder: Path) -> None:
-    """Remove the heartbeats and stacks that an earlier launch left. Raises OSError."""
-    for pattern in ("[0-9]*.json", "[0-9]*.stack", ".*.tmp", Turn.FILE):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
+def is_overdue(beat: Beat, now: float) -> bool:
+    """Whether the rank of a heartbeat has reported nothing new for longer than its limit."""
+    return now - beat.time + beat.seconds > beat.limit
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -139,7 +119,7 @@ def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[
     missing = sorted(set(range(size)) - {beat.rank for beat in beats})
     lines = [f"{name_ranks(missing)} gave no sign at all"] if missing else []
     for beat in beats:
-        age = now - beat.written
+        age = now - beat.time
         who = f"rank {beat.rank} (process {beat.pid} on {beat.host})"
         if age > silence:
             lines.append(f"{who} gave no sign for {age:.0f} s, last in: {beat.doing}")
@@ -159,96 +139,29 @@ def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
     ranks without a stack ended first: launchers send SIGTERM to the remaining ranks, which then
     write their stacks.
     """
-    beats = read_beats(folder)
+    beats, silent = read_beats(folder), []
     if not beats or not (is_over or any(beat.failed or is_gone(beat) for beat in beats)):
         return None
     last = max(beat.time for beat in beats)
     if failed := [beat for beat in beats if beat.failed]:
-        beat = min(failed, key=lambda beat: beat.time)
-        return f"rank {beat.rank}: {beat.failed}", last
-    stacks = {beat.rank: _head(folder / f"{beat.rank}.stack") for beat in beats}
+        first = min(failed, key=lambda beat: beat.time)
+        return f"rank {first.rank}: {first.failed}", last
     for beat in beats:
-        if crash := CRASH.match(stacks[beat.rank]):
-            text = f"rank {beat.rank} crashed ({crash[1].decode()}), last heartbeat: {beat.doing}"
-            return text, last
-    silent = [beat for beat in beats if not stacks[beat.rank]]
-    each = (f"rank {b.rank} on {b.host}, last heartbeat: {b.doing}" for b in silent[:MOST_NAMED])
-    where = "; ".join(each)
+        stack = folder / f"{beat.rank}.stack"
+        text = stack.read_text(errors="replace") if stack.exists() else ""
+        if crash := CRASH.match(text):
+            said = f"rank {beat.rank} crashed ({crash[1]}), last heartbeat: {beat.doing}"
+            return said, last
+        silent += [] if text else [beat]
     if not silent:
-        text = f"ended from outside (SIGTERM), rank 0 was in: {beats[0].doing}"
-    elif len(silent) < len(beats):
-        text = f"killed, reason unknown: {where} (the others were then ended by the launcher)"
-    else:
-        text = f"all ranks were killed, reason unknown: {where}"
-    return text, last
+        return f"ended from outside (SIGTERM), rank 0 was in: {beats[0].doing}", last
+    each = [f"rank {b.rank} on {b.host}, last heartbeat: {b.doing}" for b in silent]
+    where = listed(each, MOST_NAMED, "; ")
+    if len(silent) == len(beats):
+        return f"all ranks were killed, reason unknown: {where}", last
+    others = "(the others were then ended by the launcher)"
+    return f"killed, reason unknown: {where} {others}", last
 
-
-class Turn:
-    """Decides which rank reads the heartbeats of all ranks: the one that could create a file.
-
-    It keeps the turn until it removes the file or no longer touches it.
-    """
-
-    FILE = "reading"
-
-    def __init__(self, folder: Path, patience: float) -> None:
-        self._path, self._patience = folder / self.FILE, patience
-        self.mine = self.over = False  # over: a hang was found and all ranks exit
-        self._seen, self._since = 0, 0.0  # last touch by another rank, and when it was first seen
-
-    def take(self) -> bool:
-        """Take or keep the turn; return whether this rank has it. To be called repeatedly."""
-        try:
-            if self.mine:
-                os.utime(self._path)
-                return True
-            self._path.touch(exist_ok=False)
-            self.mine = True
-        except FileExistsError:
-            self._look()
-        except OSError:
-            self.mine = True  # no space, or the folder is gone: every rank acts alone
-        return self.mine
-
-    def _look(self) -> None:
-        with suppress(OSError):
-            found, now = os.lstat(self._path), time.monotonic()
-            self.over = found.st_size > 0
-            if found.st_mtime_ns != self._seen:
-                self._seen, self._since = found.st_mtime_ns, now
-            elif now - self._since > self._patience:
-                self._path.unlink()
-
-    def now(self) -> float:
-        """Return the time by the clock that stamps the heartbeat files."""
-        with suppress(OSError):
-            return os.lstat(self._path).st_mtime
-        return time.time()
-
-    def announce(self) -> None:
-        """Signal to the other ranks that all ranks exit."""
-        with suppress(OSError), open(self._path, "w") as file:
-            file.write("hang\n")
-
-    def give_back(self) -> None:
-        """Release the turn, so that another rank can take it."""
-        if self.mine:
-            self.mine = False
-            self._path.unlink(missing_ok=True)
-
-
-def _head(path: Path) -> bytes:
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read(200)
-    return b""
-
-
-LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
-IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
-MPI_INIT = f"{WAITING}all in MPI_Init"
-PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell who works
-SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
-STDERR = 2  # file descriptor
 
 _current: list[Watchdog] = []  # the last one is that of this process
 
@@ -271,15 +184,6 @@ def started(what: str) -> None:
     doing(what)
 
 
-def keep_in(folder: Path) -> None:
-    """Write the heartbeats of this process to `folder` from now on.
-
-    Raises UsageError if that is not possible.
-    """
-    if _current:
-        _current[-1].keep_in(folder)
-
-
 @contextmanager
 def waiting(whom: str = "all") -> Iterator[None]:
     """Report that the block waits for other ranks."""
@@ -294,45 +198,30 @@ class Watchdog:
     """Watches one rank within a ``with`` block.
 
     If it watches a `whole` process, imports get `IMPORTS` seconds more, and crashes and the SIGTERM
-    of mpirun write stacks too. `abort` ends all ranks with an exit code; None = MPI is not
-    initialized yet.
+    of mpirun write stacks too. `abort` ends all ranks with an exit code, once MPI is initialized.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        host: str,
-        timeout: float,
-        abort: Callable[[int], Any] | None = None,
-        whole: bool = False,
+        self, rank: int, size: int, host: str, timeout: float, whole: bool = False
     ) -> None:
         self.rank, self.size, self.host, self.timeout = rank, size, host, timeout
-        self.abort = abort
+        self.abort: Callable[[int], Any] | None = None
+        self._where = f"[rank {rank} of {size} @{host}]"
         #: Seconds without a new report after which this rank counts as hung.
         self.limit = timeout + IMPORTS if whole else timeout
-        self._whole = whole
-        self._folder: Path | None = None
-        self._failed = False
-        self._stack: int | None = None  # descriptor of the open stack file
-        self._turn: Turn | None = None
+        self._whole, self._failed, self._init_reported = whole, False, False
+        self._folder: Path | None = None  # of heartbeats
+        self._stack = STDERR  # descriptor of the file for stacks
         self.activity, self._since = "start", time.monotonic()
-        self._init_reported = False
         self._beaten, self._phase = time.monotonic(), ""  # of the last heartbeat that `look` wrote
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     @property
-    def _allowed(self) -> float:
-        """Seconds that the current activity may take."""
-        alone = self._folder is None and self.activity != MPI_INIT
-        return self.limit * (PATIENCE if alone and self.activity.startswith(WAITING) else 1)
-
-    @property
     def interval(self) -> float:
-        """Seconds between two heartbeats."""
-        return beat_interval(self.timeout, self.size)
+        """Seconds between two heartbeats; longer for many ranks, to spare the file system."""
+        return min(max(BEAT_EVERY, self.size / 20), self.timeout / 6)
 
     def __enter__(self) -> Watchdog:
         end_with_launcher()
@@ -341,62 +230,47 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._failed = self._failed or error is not None
         self._over.set()
         self._thread.join(LAST_WORDS)  # it may be stuck on a file system
         faulthandler.cancel_dump_traceback_later()  # after the join: the thread arms it
         _current.remove(self)
-        self._leave_folder()
+        if self._folder is None:
+            return
+        if self._whole:
+            faulthandler.disable()
+            faulthandler.unregister(signal.SIGTERM)
+        os.close(self._stack)
+        with suppress(OSError):
+            stack = self._folder / f"{self.rank}.stack"
+            if not stack.stat().st_size:
+                stack.unlink()
+            if not self._failed:  # a heartbeat that remains indicates a crash
+                (self._folder / f"{self.rank}.json").unlink(missing_ok=True)
 
     def _arm(self) -> None:
         """Start faulthandler's timer, which needs no interpreter, as a second line of defence. Its
         limit is longer than the thread's, which restarts it with each heartbeat."""
         limit = 2 * self.limit + LAST_WORDS
-        stacks = STDERR if self._stack is None else self._stack
-        faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
+        faulthandler.dump_traceback_later(limit, exit=True, file=self._stack)
 
     def keep_in(self, folder: Path) -> None:
         """Write heartbeats and stacks to `folder` from now on. Raises UsageError if that fails."""
         try:
-            self._folder, self._turn = folder, Turn(folder, 3 * self.interval)
-            self._open_stack(folder)
-            self.beat()
+            self._stack = os.open(folder / f"{self.rank}.stack", os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise UsageError(
                 f"cannot write into {folder} on {self.host}: {error.strerror}; it must be a folder"
                 " that all ranks see"
             ) from error
-
-    def _open_stack(self, folder: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._stack = os.open(folder / f"{self.rank}.stack", flags, 0o666)
+        self._folder = folder
         if self._whole:
             faulthandler.enable(self._stack)
             if under_mpirun():  # elsewhere SIGTERM is a notice
                 faulthandler.register(signal.SIGTERM, self._stack, all_threads=False, chain=True)
         self._arm()
-
-    def _leave_folder(self) -> None:
-        """Close the files in the folder and remove those that are not needed any more."""
-        folder, stack, turn = self._folder, self._stack, self._turn
-        self._folder = self._stack = self._turn = None
-        if folder is None or stack is None or turn is None:
-            return
-        faulthandler.cancel_dump_traceback_later()
-        if self._whole:
-            faulthandler.disable()
-            faulthandler.unregister(signal.SIGTERM)
-        os.close(stack)
-        with suppress(OSError):
-            turn.give_back()
-            path = folder / f"{self.rank}.stack"
-            if not path.stat().st_size:
-                path.unlink()
-            if not self._failed:  # a heartbeat that remains indicates a crash
-                (folder / f"{self.rank}.json").unlink(missing_ok=True)
+        self.beat()
 
     def doing(self, what: str) -> None:
         """Report the next activity, and restart the time."""
@@ -411,12 +285,11 @@ class Watchdog:
         """Write a heartbeat."""
         if self._folder is None:
             return
-        since = round(time.monotonic() - self._since, 1)
-        now, limit = round(time.time(), 1), round(self.limit, 1)
-        who = self.rank, self.host, os.getpid()
-        beat = Beat(*who, self.activity, since, now, limit, failed)
+        who, since = (self.rank, self.host, os.getpid()), time.monotonic() - self._since
+        beat = Beat(*who, self.activity, since, time.time(), self.limit, failed)
+        path, text = self._folder / f"{self.rank}.json", json.dumps(asdict(beat)) + "\n"
         with suppress(OSError):  # no space, or the folder is gone: the training loop reports it
-            write_beat(self._folder, beat)
+            write_whole(path, text, durable=False)
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.interval)):
@@ -425,49 +298,58 @@ class Watchdog:
     def look(self) -> None:
         """Write a heartbeat if one is due, and end all ranks if this one has hung."""
         now = time.monotonic()
-        self.report_slow_init(now)
-        if now - self._beaten >= self.interval or phase_of(self.activity) != self._phase:
-            self._beaten, self._phase = now, phase_of(self.activity)
+        waited = now - self._since
+        # A phase is the same while the rank waits for others, and for all parts of a step
+        phase = re.sub(f"^{WAITING}\\w+ in |^(recording|reading) ", "", self.activity).split()[0]
+        if now - self._beaten >= self.interval or phase != self._phase:
+            self._beaten, self._phase = now, phase
             self.beat()
             self._arm()
-        turn = self._turn
-        if now - self._since <= self._allowed:
-            if turn:
-                turn.give_back()
-        elif turn is None or not turn.mine or now - self._looked >= self.interval:
-            self._looked = now
-            self._time_is_up()
+        if self.activity == MPI_INIT and waited > SLOW_INIT and not self._init_reported:
+            self._init_reported = True
+            text = (
+                f"{self._where} still in MPI_Init after {SLOW_INIT:.0f} s; the launcher started"
+                f" {local_size()} of {self.size} ranks here: a host without such a line is missing"
+            )
+            if launched_local_rank() == 0:
+                say(text, sys.stderr)
+        if waited > self._allowed:
+            self._time_is_up(now)
 
-    def _time_is_up(self) -> None:
-        """End all ranks, unless another rank has the turn or some rank has made progress since."""
-        turn, folder = self._turn, self._folder
-        if turn is None or folder is None:
+    @property
+    def _allowed(self) -> float:
+        """Seconds that the current activity may take."""
+        alone = self._folder is None and self.activity != MPI_INIT
+        return self.limit * (PATIENCE if alone and self.activity.startswith(WAITING) else 1)
+
+    def _time_is_up(self, now: float) -> None:
+        """End all ranks, unless another rank is to decide or some rank has made progress since.
+
+        The lowest of the ranks that still write heartbeats and whose time is up decides: it alone
+        reads the heartbeats of all ranks, again and again.
+        """
+        folder = self._folder
+        if folder is None:
             self._end([])
-        elif turn.take():
-            beats, now = read_beats(folder), turn.now()
-            others = [beat for beat in beats if beat.rank != self.rank]
-            if all(now - beat.written + beat.seconds > beat.limit for beat in others):
-                turn.announce()
-                self._end(blame(beats, self.size, now, 2 * self.interval))
-        elif turn.over:
+        elif os.path.exists(folder / HANG):  # another rank ends all
             self._dump()
             time.sleep(2 * LAST_WORDS)
             os._exit(1)
-
-    def report_slow_init(self, now: float) -> None:
-        """Print once, on one rank of each host, that MPI_Init still waits at this time."""
-        waited = now - self._since if self.activity == MPI_INIT else 0.0
-        if waited > SLOW_INIT and launched_local_rank() == 0 and not self._init_reported:
-            self._init_reported = True
-            say(
-                f"{self._where} still in MPI_Init after {SLOW_INIT:.0f} s; the launcher started"
-                f" {local_size()} of {self.size} ranks here: a host without such a line is missing",
-                sys.stderr,
-            )
-
-    @property
-    def _where(self) -> str:
-        return f"[rank {self.rank} of {self.size} @{self.host}]"
+        elif now - self._looked >= self.interval:
+            self._looked = now
+            clock, silence = time.time(), 2 * self.interval
+            with suppress(OSError):  # the clock that stamps the heartbeats, also on a full disk
+                os.utime(self._stack)
+                clock = os.fstat(self._stack).st_mtime
+            for rank in reversed(range(self.rank)):
+                beat = read_beat(folder / f"{rank}.json")
+                if beat and clock - beat.time <= silence and is_overdue(beat, clock):
+                    return
+            beats = read_beats(folder)
+            if all(is_overdue(beat, clock) for beat in beats if beat.rank != self.rank):
+                with suppress(OSError):
+                    (folder / HANG).touch()
+                self._end(blame(beats, self.size, clock, silence))
 
     def _end(self, lines: list[str]) -> None:
         """Report which ranks hung, write the stacks and end all ranks."""
@@ -484,11 +366,10 @@ class Watchdog:
     def _dump(self) -> str:
         """Write the stacks of all threads to a file; return its folder, or its name if none."""
         try:
-            if self._stack is None:
+            descriptor, name = self._stack, str(self._folder)
+            if self._folder is None:
                 descriptor, name = tempfile.mkstemp(".stack", "hpctrain-")
-                faulthandler.dump_traceback(descriptor, all_threads=True)
-                return name
-            faulthandler.dump_traceback(self._stack, all_threads=True)
-            return str(self._folder)
+            faulthandler.dump_traceback(descriptor, all_threads=True)
+            return name
         except (OSError, ValueError) as error:
             return f"no file ({error})"

@@ -21,10 +21,8 @@ from hpctrain.models import read_model, save_model
 from hpctrain.parallel.device import name_out_of_memory, name_refused_operation, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
-    abort_all,
     agreed,
     first_of_all,
-    host_name,
     limit_finalize,
     on_all,
     on_root,
@@ -59,7 +57,7 @@ from hpctrain.training.validate import (
     test,
     validate,
 )
-from hpctrain.watchdog import HEARTBEATS, Watchdog, current, doing, keep_in, started, waiting
+from hpctrain.watchdog import HEARTBEATS, current, doing, started, waiting
 
 SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
 
@@ -104,9 +102,6 @@ def run_training(
         stack.callback(lock.release)
         stack.enter_context(name_refused_operation(RunError))
         stack.enter_context(name_out_of_memory())
-        if not current():  # called by a user's own program
-            watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
-            stack.enter_context(watchdog)
         started("setting up")
         earlier = on_root(comm, find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
@@ -165,7 +160,8 @@ def open_run(
         comm, lambda: open_run_folder(run, earlier) if earlier else make_run_folder(run, lock)
     )
     with on_all(comm):
-        keep_in(run.folder / HEARTBEATS)
+        if watchdog := current():
+            watchdog.keep_in(run.folder / HEARTBEATS)
     mine = run.folder if comm.rank == 0 else None
     best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
     writes = Writer(mine, run.checkpoints, config.keep_checkpoints, best) if mine else nullcontext()

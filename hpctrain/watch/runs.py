@@ -75,7 +75,7 @@ def ended(outcome: Outcome) -> Status:
 
 
 def _beat_interval(history: RunHistory) -> float:
-    """Return the longest time in seconds between two heartbeats (``watchdog.beat_interval``)."""
+    """Return the longest time in seconds between two heartbeats (``Watchdog.interval``)."""
     return max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from PIL import Image
 from hpctrain.config import Config, check_settings
 from hpctrain.packing.write import write_pack
 from hpctrain.report.record import read_records
-from hpctrain.watchdog import Beat, write_beat
+from hpctrain.watchdog import Beat
 
 
 def make_images(rows: int, shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,4 +101,5 @@ def last_digest(run: Path) -> str:
 def leave_heartbeat(run: Path) -> None:
     """Write a heartbeat to the folder of a run, as a rank that is killed leaves one behind."""
     (run / "ranks").mkdir(exist_ok=True)
-    write_beat(run / "ranks", Beat(0, "x", 1, "start", 1.0, 1.0))
+    beat = Beat(0, "x", 1, "start", 1.0, 1.0)
+    (run / "ranks" / "0.json").write_text(json.dumps(dataclasses.asdict(beat)))

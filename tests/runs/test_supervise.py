@@ -197,7 +197,7 @@ def test_what_ranks_left_tells_why_a_launch_ended(run, tmp_path, name):
         beat(tmp_path, rank=rank, time=99.0 - rank, failed=failed.get(rank, ""))
     for rank, text in stacks.items():
         (tmp_path / f"ranks/{rank}.stack").write_text(text)
-    code, said = supervised(run, "once; cp -r ../ranks .; exit 1")
+    code, said = supervised(run, "once; cp -rp ../ranks .; exit 1")
     assert code == 0 and re.match(f"launch 1 failed, exit code 1: {cause}", said), said
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 import time
 from datetime import UTC, datetime
@@ -110,8 +111,10 @@ def beat(run: Path, **fields: Any) -> Path:
     """Write the heartbeat of its rank 0, on another machine unless `fields` say so; the file."""
     (run / "ranks").mkdir(exist_ok=True)
     own = {"rank": 0, "host": "far", "pid": 1, "doing": "step 3", "seconds": 2, "time": time.time()}
-    file = run / f"ranks/{fields.get('rank', 0)}.json"
-    file.write_text(json.dumps(own | fields))
+    own |= fields
+    file = run / f"ranks/{own['rank']}.json"
+    file.write_text(json.dumps(own))
+    os.utime(file, (own["time"], own["time"]))
     return file
 
 
