@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,15 @@ class Checkpoint:
 
 
 class Writer:
-    """Writes checkpoints of one run in the background and keeps the newest few (rank 0).
+    """Writes checkpoints of one run in the background and keeps the newest few.
 
-    Also the best network so far; each checkpoint names the one that was written before it.
+    Also the best network so far; each checkpoint names the one that was written before it. Rank 0
+    passes the folder of the run. All other ranks pass None, and nothing is written.
     """
 
-    def __init__(self, run: Path, interval: Interval, keep: int, best: str = "") -> None:
+    def __init__(self, run: Path | None, interval: Interval, keep: int, best: str = "") -> None:
         """`best` is the SHA-256 of the best network, if an earlier launch has written one."""
-        self.run, self.folder, self.interval, self.keep = run, run / CHECKPOINTS, interval, keep
-        self._best = best
+        self._run, self._interval, self._keep, self._best = run, interval, keep, best
         self._saved = time.monotonic()  # time of the last checkpoint
         self._last: tuple[int, Mapping[str, Any]] | None = None  # its step and state
         self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
@@ -75,7 +76,8 @@ class Writer:
         """Whether it is time to save. Raises RunError if an earlier write failed."""
         if self._task and self._task.done():
             self.wait()
-        return time.monotonic() - self._saved >= self.interval.seconds
+        is_time = time.monotonic() - self._saved >= self._interval.seconds
+        return is_time and self._run is not None
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
@@ -87,7 +89,7 @@ class Writer:
         """
         began = time.perf_counter()
         self.wait()  # the host copies are in use until then
-        if self._last == (step, state):
+        if self._run is None or self._last == (step, state):
             return
         for name, tensor in tensors.items():
             host = self._host.get(name)
@@ -97,25 +99,22 @@ class Writer:
             host.copy_(tensor.detach())
         copies = {name: self._host[name] for name in tensors}
         self._last = step, state
-        self._begin(lambda: self._write(step, state, copies))
+        self._begin(partial(self._write, self._run, step, state, copies))
         self._saved = time.monotonic()
         self.stall = max(self.stall, time.perf_counter() - began)
 
     def save_best(self, step: int, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
         """Write the best network so far in the background. Raises RunError as `wait` does."""
-
-        def write() -> None:
-            self._best = write_tensors(best_file(self.run, step), tensors, metadata, "best")
-
         self.wait()
-        self._begin(write)
+        if self._run is not None:
+            self._begin(partial(self._write_best, best_file(self._run, step), tensors, metadata))
 
     def wait(self) -> None:
         """Wait until everything is written. Raises RunError if writing failed."""
         task, self._task = self._task, None
         if task and (error := task.exception()) is not None:
             reason = getattr(error, "strerror", None) or str(error)
-            raise RunError(f"cannot write a checkpoint to {self.folder}: {reason}") from error
+            raise RunError(f"cannot write a checkpoint to {self._run}: {reason}") from error
 
     def _begin(self, write: Callable[[], None]) -> None:
         def timed() -> None:
@@ -125,18 +124,22 @@ class Writer:
 
         self._task = self._pool.submit(timed)
 
-    def _write(self, step: int, state: Mapping[str, Any], tensors: Tensors) -> None:
+    def _write_best(self, path: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+        self._best = write_tensors(path, tensors, metadata, "best")
+
+    def _write(self, run: Path, step: int, state: Mapping[str, Any], tensors: Tensors) -> None:
         fault("checkpoint.begun")
-        sync(self.run / FILE_NAME)  # a step in the checkpoint must be in the record too
+        sync(run / FILE_NAME)  # a step in the checkpoint must be in the record too
         fault("record.synced")
         known = {"format": FORMAT, "step": step, "state": state, "best": self._best}
-        write_tensors(_file(self.folder, step), tensors, known, "checkpoint")
-        for old in checkpoint_steps(self.folder)[: -self.keep]:
-            _file(self.folder, old).unlink()
-        kept, there = checkpoint_steps(self.folder), best_steps(self.run)
+        folder = run / CHECKPOINTS
+        write_tensors(_file(folder, step), tensors, known, "checkpoint")
+        for old in checkpoint_steps(folder)[: -self._keep]:
+            _file(folder, old).unlink()
+        kept, there = checkpoint_steps(folder), best_steps(run)
         named = {max((best for best in there if best <= each), default=0) for each in kept}
         for unnamed in {*there} - named:
-            best_file(self.run, unnamed).unlink()
+            best_file(run, unnamed).unlink()
 
 
 def make_ready(run: Path, step: int, best: int) -> None:

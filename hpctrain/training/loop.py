@@ -58,7 +58,7 @@ def train_epochs(run: Run) -> None:
                         batch.images.fill_(torch.nan)
                 rows = plan.partition.total(number)
                 rate = learning_rate(run.config, plan, step - 1)
-                flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())
+                flags = run.control.flags(waited, run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = run.trainer.step(batches, rows, flags, wait, rate)
                 pending.append(PendingStep(step, rows, rate, report, bad))
@@ -133,8 +133,6 @@ def note_unused(run: Run) -> None:
 def save_checkpoint(run: Run) -> None:
     """Write a checkpoint in the background (rank 0)."""
     run.progress.save = False
-    if run.writer is None:
-        return
     doing(f"saving step {run.progress.step}")
     run.recorder.flush()
     message = run.trainer.message
@@ -265,8 +263,7 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
     state.add(figures)
     own = Sums(totals.loss, totals.correct, totals.rows, seconds, totals.weight)
     state.sums = Sums(*map(sum, zip(state.sums, own, strict=True)))
-    if run.writer:
-        run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
+    run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     run.control.slowest_step = max(run.control.slowest_step, seconds)
     run.recorder.step(
         **figures,

@@ -163,7 +163,7 @@ class Run:
     folder: Path = field(init=False)
     recorder: Recorder = field(init=False)
     control: Control = field(init=False)
-    writer: Writer | None = field(init=False)  # on rank 0 only
+    writer: Writer = field(init=False)
 
     def close(self) -> None:
         """Release the hooks and the threads, and close all splits, after the last step."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -164,12 +164,11 @@ def open_run(
             watchdog.keep_in(run.folder / HEARTBEATS)
     mine = run.folder if comm.rank == 0 else None
     best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
-    writes = Writer(mine, run.checkpoints, config.keep_checkpoints, best) if mine else nullcontext()
     with (
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, run.progress.step) as run.recorder,
         Control(mine, times.ends, on_evaluation) as run.control,
-        writes as run.writer,
+        Writer(mine, run.checkpoints, config.keep_checkpoints, best) as run.writer,
     ):
         run.recorder.run(run_facts(run))
         own = run.trainer.tensors().values()
@@ -211,19 +210,12 @@ def save_all(run: Run) -> None:
     save_checkpoint(run)
     with evaluated_network(run):
         save_network(run)
-    wait_for_writer(run)
+    run.writer.wait()
 
 
 def save_network(run: Run) -> None:
     """Write model.safetensors (rank 0)."""
-    metadata = describe_network(run, run.folder.name)
-    save_model(run.folder / MODEL_FILE, run.trainer.model, metadata)
-
-
-def wait_for_writer(run: Run) -> None:
-    """Wait until all checkpoints are written (rank 0). Raises RunError if writing failed."""
-    if run.writer:
-        run.writer.wait()
+    save_model(run.folder / MODEL_FILE, run.trainer.model, describe_network(run))
 
 
 def finish(run: Run, first: int, again: bool) -> TrainingResult:
@@ -238,11 +230,11 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
     compare_ranks(run)
     doing("saving")
     save_checkpoint(run)
-    on_root(comm, wait_for_writer, run)
+    on_root(comm, run.writer.wait)
     validates = "validation" in run.pack.splits and state.validated < state.step
     if validates and state.ended not in (EndReason.STOP, EndReason.PREEMPTED):
         validate(run)
-        on_root(comm, wait_for_writer, run)
+        on_root(comm, run.writer.wait)
     tests: dict[str, float | None] = {}
     if state.ended is not EndReason.PREEMPTED:
         choose_network(run)
@@ -264,7 +256,7 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
         state.ended if stopped else state.reason,
         steps=state.step,
         digest=trainer.digest(state.chain) if comm.rank == 0 else None,
-        checkpoint_stall=run.writer.stall if run.writer else None,
+        checkpoint_stall=run.writer.stall,
         **tests,
     )
     run.control.ended()

@@ -48,10 +48,9 @@ def validate(run: Run) -> None:
 
 def save_best(run: Run) -> None:
     """Write the network with the smallest validation loss so far in the background (rank 0)."""
-    if run.writer is not None:
-        with evaluated_network(run):
-            tensors = snapshot(run.trainer.model)
-        run.writer.save_best(run.progress.step, tensors, describe_network(run, run.folder.name))
+    with evaluated_network(run):
+        tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
+    run.writer.save_best(run.progress.step, tensors, describe_network(run))
 
 
 @torch.no_grad()
@@ -77,10 +76,10 @@ def choose_network(run: Run) -> None:
     state.chosen = True
 
 
-def describe_network(run: Run, name: str) -> dict[str, Any]:
+def describe_network(run: Run) -> dict[str, Any]:
     """Return the metadata of the network that the model holds."""
     reached = run.progress.network
-    where = {"run": name, "step": reached.step, "epoch": reached.epoch}
+    where = {"run": run.folder.name, "step": reached.step, "epoch": reached.epoch}
     known = {**where, **reached.figures, "figures": reached.figures}
     return describe(run.config, run.plan, run.pack, known)
 
