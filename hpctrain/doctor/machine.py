@@ -88,7 +88,7 @@ def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
     if comm is not None:
         from hpctrain.parallel import hosts, mpi
 
-        local_rank, threads = hosts.local_ranks(comm)[0], hosts.fair_threads(comm)
+        local_rank, threads = hosts.comm_of_host(comm).rank, hosts.fair_threads(comm)
         versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # as in MPICH
         found |= dict(size=comm.size, **_mpi_facts())
     found |= _torch_facts(versions, local_rank) | _folder_facts()

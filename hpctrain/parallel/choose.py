@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 
 import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import choose_device, gpu_uuid, keep_memory
-from hpctrain.parallel.hosts import fair_threads, local_ranks
+from hpctrain.parallel.hosts import comm_of_host, fair_threads
 from hpctrain.parallel.memory import zeros_for_messages
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
     agreed,
     allgather,
-    host_name,
     is_gpu_aware,
     library,
     minimum,
@@ -48,7 +48,7 @@ def open_device(
     `threads` converts the share to the number of threads that torch uses. Raises UsageError on all
     ranks as `choose_device` does.
     """
-    local_rank, _ = local_ranks(comm)
+    local_rank = comm_of_host(comm).rank
     with on_all(comm):
         device = choose_device(requested, local_rank)
     share = fair_threads(comm)
@@ -71,8 +71,8 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Trans
 def describe_rank(device: torch.device) -> RankDevice:
     """Describe the device of this rank."""
     if device.type == "cpu":
-        return RankDevice(host_name())
-    return RankDevice(host_name(), gpu_uuid(device), nccl_version())
+        return RankDevice(socket.gethostname())
+    return RankDevice(socket.gethostname(), gpu_uuid(device), nccl_version())
 
 
 def make_transport(name: str, comm: Comm, device: torch.device) -> Transport:

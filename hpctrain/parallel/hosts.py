@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from functools import reduce
-from operator import or_
+import socket
+from collections import Counter, defaultdict
 from typing import cast
 
 from hpctrain.cluster import place_in_step
-from hpctrain.parallel.mpi import MPI, Comm, allgather, host_name, minimum
+from hpctrain.parallel.mpi import MPI, Comm, allgather, minimum
 from hpctrain.watchdog import waiting
 
 HOST = MPI.Comm.Create_keyval()  # attribute of a communicator: the communicator of its host
@@ -31,28 +31,17 @@ def comm_of_host(comm: Comm) -> Comm:
     return cast(Comm, host)
 
 
-def local_ranks(comm: Comm) -> tuple[int, int]:
-    """Return the local rank (on this host) and the number of ranks of the host. Collective."""
-    host = comm_of_host(comm)
-    return host.rank, host.size
-
-
 def fair_threads(comm: Comm) -> int:
     """Return the number of CPU threads per rank with which no cores are oversubscribed. Collective.
 
     This is OMP_NUM_THREADS if set, otherwise the number of allowed cores divided by the number of
     ranks that may use them; the minimum over all ranks.
     """
-    cores = core_mask()
-    sharing = sum(bool(mask & cores) for mask in allgather(comm_of_host(comm), cores))
+    cores = os.sched_getaffinity(0)
+    sharing = sum(bool(cores & theirs) for theirs in allgather(comm_of_host(comm), cores))
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     given = int(wanted) if wanted.isdigit() else 0
-    return max(1, minimum(comm, given or cores.bit_count() // sharing)[0])
-
-
-def core_mask() -> int:
-    """Return the cores that this rank may use, as a bit mask: bit N is core N."""
-    return sum(1 << core for core in os.sched_getaffinity(0))
+    return max(1, minimum(comm, given or len(cores) // sharing)[0])
 
 
 def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
@@ -60,11 +49,9 @@ def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
 
     Collective.
     """
-    masks: dict[str, list[int]] = {}
-    for host, mask in allgather(comm, (host_name(), core_mask())):
-        masks.setdefault(host, []).append(mask)
-    cores = {host: reduce(or_, each).bit_count() for host, each in masks.items()}
-    _, ranks, least = max(
-        (len(masks[host]) / cores[host], len(masks[host]), cores[host]) for host in masks
-    )
-    return sorted(masks), ranks, least
+    ranks, cores = Counter[str](), defaultdict[str, set[int]](set)
+    for host, allowed in allgather(comm, (socket.gethostname(), os.sched_getaffinity(0))):
+        ranks[host] += 1
+        cores[host] |= allowed
+    fullest = max(ranks, key=lambda host: ranks[host] / len(cores[host]))
+    return sorted(ranks), ranks[fullest], len(cores[fullest])

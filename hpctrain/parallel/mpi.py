@@ -14,14 +14,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
-import pickle
 import socket
 import sys
 import traceback
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from hpctrain.cluster import launched_rank, launched_size, local_size
 from hpctrain.errors import Failure, UsageError, first_line
@@ -107,11 +106,6 @@ def start_mpi() -> Comm:
         return MPI.COMM_WORLD.Dup()
 
 
-def host_name() -> str:
-    """Return the name of this host, as used in messages."""
-    return socket.gethostname()
-
-
 def on_root(comm: Comm, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function` on rank 0; all ranks return its result or raise its Failure. Collective."""
     outcome: tuple[Any, Failure | None] = (None, None)
@@ -121,55 +115,17 @@ def on_root(comm: Comm, function: Callable[P, T], *args: P.args, **kwargs: P.kwa
         except Failure as error:
             outcome = (None, agreed(error))
     with waiting("rank 0"):
-        result, failure = bcast(comm, outcome)
+        result, failure = comm.bcast(outcome, 0)
     if failure is not None:
         raise agreed(failure)
     return result
 
 
-def bcast(comm: Comm, value: T, root: int = 0) -> T:
-    """Broadcast an object from rank `root`, in messages of at most about `LARGEST` bytes.
-
-    Collective.
-    """
-    data = pickle.dumps(value) if comm.rank == root else b""
-    count, first = comm.bcast((-(-len(data) // LARGEST), data[:LARGEST]), root)
-    rest = (comm.bcast(data[n * LARGEST : (n + 1) * LARGEST], root) for n in range(1, count))
-    received: T = pickle.loads(b"".join([first, *rest]))
-    return received
-
-
 def allgather(comm: Comm, value: T) -> list[T]:
-    """Gather the values of all ranks on all ranks; the watchdog sees a wait. Collective.
-
-    If their total size exceeds `LARGEST` bytes, the ranks broadcast their values one by one.
-    """
-    data = pickle.dumps(value)
+    """Gather the values of all ranks on all ranks; the watchdog sees a wait. Collective."""
     with waiting():
-        if sum(comm.allgather(len(data))) > LARGEST:
-            return [bcast(comm, value, rank) for rank in range(comm.size)]
-        return [pickle.loads(each) for each in comm.allgather(data)]
-
-
-class First(NamedTuple):
-    """The value of the lowest rank whose value is not None."""
-
-    rank: int
-    value: Any
-    ranks: int  # number of ranks with a value
-
-
-def first_of_all(comm: Comm, value: object) -> First | None:
-    """Return the value of the lowest rank that does not pass None; None if all do. Collective.
-
-    All ranks return the same. No rank gathers the values of the others.
-    """
-    rank = minimum(comm, comm.size if value is None else comm.rank)[0]
-    if rank == comm.size:
-        return None
-    with waiting():
-        ranks = comm.allreduce(int(value is not None))
-        return First(rank, bcast(comm, value, rank), ranks)
+        gathered: list[T] = comm.allgather(value)
+    return gathered
 
 
 def minimum(comm: Comm, *numbers: int) -> list[int]:
@@ -191,9 +147,11 @@ def on_all(comm: Comm) -> Iterator[None]:
         yield
     except Failure as error:
         failure = error
-    if first := first_of_all(comm, failure):
-        text = str(first.value) if first.ranks == comm.size else f"rank {first.rank}: {first.value}"
-        raise agreed(type(first.value)(text))
+    first, everywhere = minimum(comm, comm.rank if failure else comm.size, failure is not None)
+    if first < comm.size:
+        with waiting():
+            found = comm.bcast(failure, first)
+        raise agreed(type(found)(str(found) if everywhere else f"rank {first}: {found}"))
 
 
 def agreed(error: Failure) -> Failure:
@@ -204,14 +162,12 @@ def agreed(error: Failure) -> Failure:
 
 def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
     """Raise UsageError if ranks hold different facts (layout, versions, ...). Collective."""
-    expected = on_root(comm, lambda: facts)
-    differing = [
-        f"{name} differs between ranks: {value} on rank 0, {facts.get(name)} on rank {comm.rank}"
-        for name, value in expected.items()
-        if facts.get(name) != value
-    ]
-    if first := first_of_all(comm, differing[0] if differing else None):
-        raise agreed(UsageError(first.value))
+    expected, *others = allgather(comm, facts)
+    for rank, held in enumerate(others, start=1):
+        for name, value in expected.items():
+            if held[name] != value:
+                text = f"{name} differs between ranks: {value} on rank 0, {held[name]} on rank"
+                raise agreed(UsageError(f"{text} {rank}"))
 
 
 def conclude(error: BaseException) -> int:
@@ -235,7 +191,7 @@ def conclude(error: BaseException) -> int:
 
 
 def _abort(world: Comm, text: str, code: int) -> int:
-    where = f"[rank {world.rank} of {world.size} @{host_name()}]"
+    where = f"[rank {world.rank} of {world.size} @{socket.gethostname()}]"
     if watchdog := current():
         watchdog.fail(text.splitlines()[-1])
     sys.stdout.flush()

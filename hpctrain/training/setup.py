@@ -33,7 +33,7 @@ from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import place
-from hpctrain.parallel.hosts import local_ranks
+from hpctrain.parallel.hosts import comm_of_host
 from hpctrain.parallel.mpi import Comm, check_equal_on_all, on_all, on_root
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.text import brief, listed
@@ -117,7 +117,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     trainer = Trainer(norms, task, config, plan, transport, runs)
 
     # Loader
-    on_host = local_ranks(comm)[1]
+    on_host = comm_of_host(comm).size
     with on_all(comm):
         kept = check_memory(plan, pack.splits["train"], config.verify, on_host)
     opened = open_input(config, plan, train, runs[comm.rank], comm)

@@ -22,7 +22,7 @@ from hpctrain.parallel.device import name_out_of_memory, name_refused_operation,
 from hpctrain.parallel.mpi import (
     Comm,
     agreed,
-    first_of_all,
+    allgather,
     limit_finalize,
     on_all,
     on_root,
@@ -241,8 +241,8 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
         on_root(comm, save_network, run)  # before anything else can fail
         tests = test(run) if run.config.test else {}
     if state.ended is EndReason.PREEMPTED:
-        signal = first_of_all(comm, run.control.preempted_by())
-        why = f"{signal.value if signal else 'a signal'}; saved"
+        signals = filter(None, allgather(comm, run.control.preempted_by()))
+        why = f"{next(signals, 'a signal')}; saved"
         if state.step == first:
             why += ", before the first step of this launch: nothing is lost"
         run.recorder.end("preempted", why, steps=state.step)

@@ -75,21 +75,6 @@ def test_the_first_of_some_failures_is_raised_on_all_ranks_with_its_number(setti
     assert failed.code == 2 and re.match(f"{named}--model .*not a callable", failed.error)
 
 
-@pytest.mark.parametrize("largest", [16, 100])
-def test_values_larger_than_a_message_arrive_in_pieces(settings, largest):
-    """With a small limit. MPI libraries fail above 2^31 - 1 bytes."""
-    few = {"epochs": 1, "deterministic": True, "shards": 4}
-    whole = settings | few | {"run": "whole"}
-    assert launch(whole, 1).code == 0
-
-    def small(patch):
-        patch.setattr("hpctrain.parallel.mpi.LARGEST", largest)
-
-    assert launch(settings | few, first=small).code == 0
-    one, other = (records(each, "end")[-1]["digest"] for each in (settings, whole))
-    assert one == other
-
-
 def diverge(comm, settings, step, notice="", statistics=False):
     """Train; the last rank has other weights, or other running statistics, after this step. Before
     it, rank 0 gets a notice.

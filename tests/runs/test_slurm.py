@@ -187,11 +187,12 @@ def test_a_notice_to_the_batch_shell_alone_saves_and_exits_75(cluster):
 
 
 FACTS = """
-from hpctrain.parallel.hosts import local_ranks
+from hpctrain.parallel.hosts import comm_of_host
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.cluster import job_end
 comm = start_mpi()
-print("place", comm.rank, *local_ranks(comm), flush=True)
+host = comm_of_host(comm)
+print("place", comm.rank, host.rank, host.size, flush=True)
 if comm.rank == 0:
     print("end", job_end())
 """

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,6 @@ from hpctrain.cluster import launched_rank, launched_size
 from hpctrain.models import build
 from hpctrain.parallel.mpi import (
     conclude,
-    host_name,
     library,
     start_mpi,
 )
@@ -65,7 +65,7 @@ def facts(started: float) -> dict[str, Any]:
     others = {path.parent.name for path in sys_class.glob("net/*/device")}  # no bridge, no loopback
     others |= {f"{path.name} (Slingshot)" for path in sys_class.glob("cxi/*")}
     return {
-        "host": os.environ.get("SLURMD_NODENAME") or host_name(),
+        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "started": started,
         "MPI": library(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
