@@ -1,6 +1,6 @@
-"""Streams and events of a device, and the utilities built on them.
+"""Streams and events of a device, and what is built on them.
 
-    Event, Stream                   the order of work on the device, and synchronization with it
+    record_event, new_stream        torch's events and streams of a GPU; on the CPU a stand-in, None
     Upload, copy_to_device          copies to the device, concurrent with the training kernels
     Snapshot, copy_to_host          copies from the device, without waiting for the current step
     Clock                           seconds measured on the device
@@ -9,10 +9,7 @@
 A stream of a GPU is a queue of copies and kernels; an event marks a position in one:
 https://docs.pytorch.org/docs/stable/notes/cuda.html. All synchronization of the package with a GPU
 is in this file. The host queues work and runs ahead of the device. On the CPU all work is done
-when the call returns, and the same methods return immediately.
-
-A thread that waits for an event sleeps (cudaEventBlockingSync). CUDA's default is to spin, which
-takes the core from the threads that read and decode if a launcher binds a rank to one core.
+when the call returns, and the same functions return immediately.
 """
 
 from __future__ import annotations
@@ -20,106 +17,60 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Event = torch.cuda.Event  # of a GPU; CpuEvent has the same methods
+Stream = torch.cuda.Stream | None  # None: on the CPU
 Name = TypeVar("Name")
 Made = TypeVar("Made")
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps or blocks queued before results are read
 
 
-class Event:
-    """A marker in a stream, complete once all work that was queued before it is complete."""
+class CpuEvent(torch.cpu.Event):
+    """An event of the CPU, complete when it is recorded. Unlike torch's it has a time."""
 
-    def __init__(self, stream: torch.cuda.Stream | None, timing: bool = False) -> None:
-        """Record the event on `stream` now; None for the CPU."""
-        self._time, self._event = time.perf_counter(), None
-        if stream is not None:
-            self._event = torch.cuda.Event(enable_timing=timing, blocking=True)
-            self._event.record(stream)
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
 
-    def query(self) -> bool:
-        """Whether the event is complete."""
-        return self._event is None or self._event.query()
-
-    def synchronize(self) -> None:
-        """Block this thread until the event is complete."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def wait(self, stream: torch.cuda.Stream) -> None:
-        """Make a GPU stream wait for the event, without blocking this thread."""
-        if self._event is not None:
-            stream.wait_event(self._event)
-
-    def elapsed_time(self, end: Event) -> float:
-        """Return milliseconds to `end`. Both are of one device, complete, and have `timing`."""
-        if self._event is None or end._event is None:
-            return 1000 * (end._time - self._time)
-        return self._event.elapsed_time(end._event)
+    def elapsed_time(self, end: CpuEvent) -> float:
+        """Return milliseconds to `end`."""
+        return 1000 * (end._time - self._time)
 
 
-class Stream:
-    """A queue of copies and kernels of `device`."""
+def record_event(device: torch.device, timing: bool = False, stream: Stream = None) -> Event:
+    """Record an event on a stream of `device`, by default the current one of this thread.
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Create a stream beside the current one, or wrap torch's `stream`."""
-        self.device, self._stream = device, stream
-        if stream is None and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-
-    @contextmanager
-    def select(self) -> Iterator[None]:
-        """Make this the current stream of this thread within the block.
-
-        Its GPU remains the thread's current device afterwards: a new thread has the first GPU,
-        whichever the rank uses, and torch would switch back to it and create a context there.
-        """
-        if self._stream is None:
-            yield
-            return
-        torch.cuda.set_device(self.device)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def record_event(self, timing: bool = False) -> Event:
-        """Record an event that completes when all work queued here so far is complete."""
-        return Event(self._stream, timing)
-
-    def wait_event(self, event: Event, tensors: Iterable[Tensor] = ()) -> None:
-        """Make all work queued here from now on wait for `event`.
-
-        It may use `tensors` of another stream: their memory is not reused before this stream has
-        finished with them.
-        """
-        if self._stream is None:
-            return
-        event.wait(self._stream)
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
-
-    def wait_stream(self, other: Stream) -> None:
-        """Make all work queued here from now on wait for all work queued on `other` so far."""
-        self.wait_event(other.record_event())
-
-    def synchronize(self) -> None:
-        """Block this thread until all work queued here is complete."""
-        self.record_event().synchronize()
+    A thread that waits for it sleeps (cudaEventBlockingSync). CUDA's default is to spin, which
+    takes the core from the threads that read and decode if a launcher binds a rank to one core.
+    """
+    if device.type == "cpu":
+        return cast(Event, CpuEvent())
+    event = torch.cuda.Event(enable_timing=timing, blocking=True)
+    event.record(stream or torch.cuda.current_stream(device))
+    return event
 
 
-def current_stream(device: torch.device) -> Stream:
-    """Return this thread's current stream of `device`."""
-    return Stream(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+def new_stream(device: torch.device) -> Stream:
+    """Create a stream beside the current one of `device`; None on the CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def record_event(device: torch.device, timing: bool = False) -> Event:
-    """Record an event on this thread's current stream of `device`."""
-    return current_stream(device).record_event(timing)
+def use_stream(stream: Stream) -> AbstractContextManager[None]:
+    """Return a context in which `stream` is the current one of this thread.
+
+    Its GPU remains the thread's current device afterwards: a new thread has the first GPU,
+    whichever the rank uses, and torch would switch back to it and create a context there.
+    """
+    if stream is None:
+        return nullcontext()
+    torch.cuda.set_device(stream.device)
+    return torch.cuda.stream(stream)
 
 
 class Upload:
@@ -133,10 +84,10 @@ class Upload:
     ) -> None:
         """Allocate a buffer of `shape`, (largest count, H, W, C); pinned for a GPU."""
         self.device = torch.device(device)
-        self._stream = Stream(self.device)
+        self._stream = new_stream(self.device)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         self._buffer = torch.empty(shape, dtype=kind, pin_memory=self.device.type == "cuda")
-        self._copied = self._stream.record_event()  # nothing was queued yet
+        self._copied = self.record_event()  # nothing was queued yet
 
     def buffer(self, count: int) -> np.ndarray:
         """Return the buffer to fill, (count, H, W, C), after waiting for its previous copy."""
@@ -149,18 +100,25 @@ class Upload:
         The result must not share memory with the samples, which on the CPU are in the buffer.
         Other streams may use it after `take`.
         """
-        with self._stream.select():
+        with use_stream(self._stream):
             rows = self._buffer[:count].to(self.device, non_blocking=True)
-            self._copied = self._stream.record_event()
+            self._copied = self.record_event()
             return work(rows)
 
     def record_event(self) -> Event:
         """Record an event that completes when all results so far are complete."""
-        return self._stream.record_event()
+        return record_event(self.device, stream=self._stream)
 
     def take(self, made: Event, tensors: Iterable[Tensor]) -> None:
-        """Make this thread's current stream wait for `made` before it uses these tensors."""
-        current_stream(self.device).wait_event(made, tensors)
+        """Make this thread's current stream wait for `made` before it uses these tensors.
+
+        Their memory is not reused before that stream has finished with them.
+        """
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            made.wait(current)
+            for tensor in tensors:
+                tensor.record_stream(current)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -181,19 +139,10 @@ class Snapshot:
         self._host.copy_(tensor, non_blocking=True)
         self._copied = record_event(tensor.device)
 
-    @property
-    def arrived(self) -> bool:
-        """Whether the copy is complete."""
-        return self._copied.query()
-
     def array(self) -> np.ndarray:
         """Wait for the copy; return it as an array of the tensor's shape."""
         self._copied.synchronize()
         return self._host.numpy()
-
-    def numbers(self) -> Any:
-        """Wait for the copy; return it as a Python number or a list of numbers."""
-        return self.array().tolist()
 
 
 def copy_to_host(
@@ -222,33 +171,32 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._laps: deque[list[Event]] = deque()  # events of a step: begun, computed, reduced
+        self._steps: deque[list[Event]] = deque()  # events of each: begun, computed, reduced
         self.compute = self.reduce = 0.0
 
     def begin(self) -> None:
         """Mark the beginning of a step."""
-        self._laps.append([record_event(self._device, timing=True)])
+        self._steps.append([record_event(self._device, timing=True)])
 
     def computed(self) -> float:
         """Mark the end of the step's computation; return the newest seconds of a computation."""
-        self._laps[-1].append(record_event(self._device, timing=True))
-        self._look()
+        self._mark()
         return self.compute
 
     def reduced(self) -> None:
         """Mark the end of the step's reduction."""
-        self._laps[-1].append(record_event(self._device, timing=True))
-        self._look()
+        self._mark()
 
-    def _look(self) -> None:
-        while self._laps:
-            begun, *later = self._laps[0]
+    def _mark(self) -> None:
+        self._steps[-1].append(record_event(self._device, timing=True))
+        while self._steps:
+            begun, *later = self._steps[0]
             if later and later[0].query():
                 self.compute = begun.elapsed_time(later[0]) / 1000
             if len(later) < 2 or not later[1].query():
                 return
             self.reduce = later[0].elapsed_time(later[1]) / 1000
-            self._laps.popleft()
+            self._steps.popleft()
 
 
 class GraphRecorder:
@@ -261,18 +209,20 @@ class GraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._pool: Any = None
-        self._stream = Stream(device)
+        self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Callable[[], Tensors]) -> Tensors:
         """Run `work` on the stream on which it will be captured, in order with the current one.
 
         The current stream waits for it, so tensors that `work` only reads need no record_stream.
         """
-        current = current_stream(self._stream.device)
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
-        with self._stream.select():
+        with use_stream(self._stream):
             found = work()
-        current.wait_event(self._stream.record_event(), found)
+        current.wait_stream(self._stream)
+        for tensor in found:
+            tensor.record_stream(current)
         return found
 
     def __call__(self, work: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
@@ -283,7 +233,6 @@ class GraphRecorder:
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        how = {"pool": self._pool, "stream": self._stream._stream}
-        with torch.cuda.graph(graph, **how, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             found = work()
         return found, graph.replay

@@ -28,7 +28,7 @@ from torch import nn
 from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.parallel.memory import built_for
 from hpctrain.parallel.placement import which_gpu
-from hpctrain.streams import current_stream
+from hpctrain.streams import record_event
 from hpctrain.text import brief
 
 
@@ -50,7 +50,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     try:
         torch.cuda.set_device(number)
         device = torch.device("cuda", number)
-        current_stream(device).synchronize()  # first use of the GPU, unlike set_device
+        record_event(device).synchronize()  # first use of the GPU, unlike set_device
     except RuntimeError as error:  # an old driver, a GPU that another process holds
         raise UsageError(
             f"GPU {number} of {count} cannot be used ({first_line(error)}): python -m hpctrain"

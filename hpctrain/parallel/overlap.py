@@ -31,7 +31,7 @@ from hpctrain.errors import RunError
 from hpctrain.parallel.message import Layout, Message
 from hpctrain.parallel.mpi import check_threads
 from hpctrain.parallel.reduce import Reduce
-from hpctrain.streams import Event, Stream, current_stream, record_event
+from hpctrain.streams import Event, new_stream, record_event, use_stream
 
 
 def cut(layout: Layout, parts: int) -> list[range]:
@@ -79,7 +79,7 @@ class Overlapped(Reduce):
         self._last.set_result(None)
         self._forget()
         self._thread = ThreadPoolExecutor(1, "overlap")
-        self._stream = Stream(message.device)
+        self._stream = new_stream(message.device)
         self._hooks = [
             message.parameters[name].register_post_accumulate_grad_hook(
                 partial(self._count, number)
@@ -111,7 +111,7 @@ class Overlapped(Reduce):
         while self._sent < len(self._parts):
             self._send(None)
         self._last.result()
-        current_stream(self._device).wait_stream(self._stream)
+        record_event(self._device, stream=self._stream).wait()
         self._sent = 0
 
     def close(self) -> None:
@@ -148,8 +148,8 @@ class Overlapped(Reduce):
 
     def _sum(self, part: Reduce, shard: int | None, ready: Event, before: Future[None]) -> None:
         before.result()  # after a failure nothing is sent: the others wait for that part
-        with self._stream.select():
-            self._stream.wait_event(ready)
+        with use_stream(self._stream):
+            ready.wait()
             if shard is not None:
                 part.accumulate(shard)
             part()

@@ -21,7 +21,7 @@ import torch
 
 from hpctrain.parallel.device import pinned
 from hpctrain.parallel.mpi import LARGEST, MPI, Comm
-from hpctrain.streams import Stream, current_stream
+from hpctrain.streams import Stream, new_stream, record_event, use_stream
 
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
 TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
@@ -131,7 +131,7 @@ class DeviceMemory(HostMemory):
     """MPI on device memory. An MPI that is not GPU-aware crashes."""
 
     def _buffer(self, vector: torch.Tensor) -> Any:
-        current_stream(vector.device).synchronize()  # MPI does not know about streams
+        record_event(vector.device).synchronize()  # MPI does not know about streams
         return vector.detach()  # by DLPack, for which mpi4py does not synchronize
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
@@ -175,13 +175,13 @@ class Pinned(Transport):
         """
         host, step = self._host_of(vector), max(1, self._piece_bytes // vector.element_size())
         spans = [slice(start, start + step) for start in range(0, len(vector), step)]
-        down, copied = self._down or Stream(vector.device), []
-        self._down = down
-        down.wait_stream(current_stream(vector.device))
-        with down.select():
+        down, copied = self._down or new_stream(vector.device), []
+        self._down, ready = down, record_event(vector.device)
+        with use_stream(down):
+            ready.wait()
             for span in spans:
                 host[span].copy_(vector[span], non_blocking=True)
-                copied.append(down.record_event())
+                copied.append(record_event(vector.device))
         for span, event in zip(spans, copied, strict=True):
             event.synchronize()
             self._host.allreduce(host[span])
@@ -199,7 +199,7 @@ class Pinned(Transport):
         for (_, vectors), packed in zip(sends, out, strict=True):
             for vector, part in _parts(vectors, packed):
                 part.copy_(vector, non_blocking=True)
-        current_stream(example.device).synchronize()
+        record_event(example.device).synchronize()
         staged = [(rank, [packed]) for rank, packed in zip(ranks, host, strict=True)]
         self._host.exchange(staged[: len(sends)], staged[len(sends) :])
         for (_, vectors), packed in zip(receives, into, strict=True):
@@ -210,7 +210,7 @@ class Pinned(Transport):
         host, size = self._host_of(vector), len(vector) // self.comm.size
         own = slice(size * self.comm.rank, size * (self.comm.rank + 1))
         host[own].copy_(vector[own], non_blocking=True)
-        current_stream(vector.device).synchronize()
+        record_event(vector.device).synchronize()
         self._host.allgather(host)
         vector.copy_(host, non_blocking=True)
 
