@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpctrain.doctor.machine import RankFacts
-from hpctrain.parallel import placement
 from hpctrain.text import counted, listed
 from hpctrain.watchdog import name_ranks
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.nccl import RankDevice
 
 VERDICTS = ("ok", "note", "warn", "fail")
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -219,7 +222,9 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     mpirun = started if started in ("srun", "flux run", "mpiexec") else "mpirun"
     start = f"{mpirun} -n {len(seen)} python -m hpctrain"
     none = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
-    shared = placement.describe_sharing([place(rank) for rank in ranks])
+    from hpctrain.parallel.nccl import describe_sharing  # imports torch, which sees a GPU
+
+    shared = describe_sharing(_devices(ranks))
     yield judge(
         "GPU of rank",
         f"rank -> GPU: {pairs}",
@@ -231,14 +236,18 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
 
 def _messages(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     if all(rank.gpus for rank in ranks):
-        name, reason = placement.choose_transport([place(rank) for rank in ranks])
+        from hpctrain.parallel.nccl import choose_transport
+
+        name, reason = choose_transport(_devices(ranks))
         yield Finding("messages", f"--reduce auto is {name}: {reason}")
 
 
-def place(rank: RankFacts) -> placement.RankDevice:
-    """Return the device on which a rank would compute."""
-    gpu = rank.gpus[rank.gpu].uuid if rank.gpus else ""
-    return placement.RankDevice(rank.host, gpu, rank.nccl)
+def _devices(ranks: Sequence[RankFacts]) -> list[RankDevice]:
+    """Return the devices on which the ranks would compute."""
+    from hpctrain.parallel.nccl import RankDevice
+
+    gpus = [rank.gpus[rank.gpu].uuid if rank.gpus else "" for rank in ranks]
+    return [RankDevice(r.host, gpu, r.nccl) for r, gpu in zip(ranks, gpus, strict=True)]
 
 
 def _folder(ranks: Sequence[RankFacts]) -> Iterable[Finding]:

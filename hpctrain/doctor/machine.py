@@ -142,8 +142,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     except (ImportError, OSError) as error:
         return found | {"torch_error": _named(error)}
     versions["torch"] = torch.__version__
-    from hpctrain.parallel.device import hardware_key
-    from hpctrain.parallel.memory import built_for
+    from hpctrain.parallel.device import built_for, hardware_key
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -163,8 +162,8 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
+    from hpctrain.parallel.device import which_gpu
     from hpctrain.parallel.nccl import nccl_version
-    from hpctrain.parallel.placement import which_gpu
 
     gpus = []
     for number in range(torch.cuda.device_count()):

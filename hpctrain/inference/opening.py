@@ -25,8 +25,8 @@ from hpctrain.inference.own import import_functions
 from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Task
 from hpctrain.packing.builtin import locate
-from hpctrain.parallel.choose import open_device
 from hpctrain.parallel.mpi import Comm, on_all, on_root
+from hpctrain.parallel.transport import open_device
 from hpctrain.text import listed
 
 CHECKED_ROWS = 32

@@ -17,19 +17,35 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
 from hpctrain.errors import Failure, RunError, UsageError, first_line
-from hpctrain.parallel.memory import built_for
-from hpctrain.parallel.placement import which_gpu
 from hpctrain.streams import record_event
 from hpctrain.text import brief
+
+
+def built_for() -> str:
+    """Return torch's GPU platform, such as "CUDA 12.8" or "ROCm 7.0.51831"; empty if none."""
+    for name, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
+        if version:
+            return f"{name} {version.partition('-')[0]}"
+    return ""
+
+
+def which_gpu(local_rank: int, visible: int) -> int | None:
+    """Return the index of a rank's GPU among those that it sees; None if it sees none.
+
+    It is the local rank modulo the number of GPUs: 0 if the launcher shows each rank only its own.
+    """
+    return local_rank % visible if visible else None
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
@@ -47,21 +63,16 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     number = which_gpu(local_rank, count)
     if number is None:
         return torch.device("cpu")
+    device = torch.device("cuda", number)
     try:
-        torch.cuda.set_device(number)
-        device = torch.device("cuda", number)
+        torch.cuda.set_device(device)
         record_event(device).synchronize()  # first use of the GPU, unlike set_device
     except RuntimeError as error:  # an old driver, a GPU that another process holds
         raise UsageError(
-            f"GPU {number} of {count} cannot be used ({first_line(error)}): python -m hpctrain"
-            " doctor shows more; --device cpu does without"
+            f"GPU {number} of {count} cannot be used ({first_line(error)}): python -m"
+            " hpctrain doctor shows more; --device cpu does without"
         ) from error
     return device
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Return an identifier of a GPU on its host, which does not depend on its index here."""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
 
 
 def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
@@ -84,11 +95,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         kind = torch.empty(0, dtype=dtype).numpy().dtype
         return torch.from_numpy(np.empty(shape, kind))
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed host memory for `length` numbers, pinned if `device` is a GPU."""
-    return torch.zeros(length, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def seed_torch(key: int, device: torch.device) -> None:
@@ -132,71 +138,54 @@ def torch_settings(
     Algorithms are `deterministic`, or chosen by timing (`benchmark`). At the end the flags, the
     number of threads and the random generators are restored.
     """
-    threads, generator = torch.get_num_threads(), torch.get_rng_state()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    before = _backend_flags()
-    try:
-        if deterministic:
-            # Read when cuBLAS starts; older torch refuses to be deterministic without it.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        matmul = "high" if precision == "tf32" else "highest"
-        _set_backend_flags(
-            2 * deterministic,  # refuse operations without a deterministic form
-            False,
-            deterministic,
-            benchmark and not deterministic,
-            precision in ("default", "tf32"),  # for "bf16", torch's autocast does the rest
-            matmul,
-        )
-        yield
-    finally:
-        _set_backend_flags(*before)
-        torch.set_num_threads(threads)
-        torch.set_rng_state(generator)
-        if on_gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
-
-
-# torch adds the property fill_uninitialized_memory to its module; the stubs do not declare it.
-def _backend_flags() -> tuple[int, bool, bool, bool, bool, str]:
-    return (
-        torch.get_deterministic_debug_mode(),  # 0 = off, 1 = warn, 2 = error
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.allow_tf32,
-        torch.get_float32_matmul_precision(),
+    cudnn = torch.backends.cudnn
+    flags = (
+        (torch.utils.deterministic, "fill_uninitialized_memory", False),
+        (cudnn, "deterministic", deterministic),
+        (cudnn, "benchmark", benchmark and not deterministic),
+        (cudnn, "allow_tf32", precision in ("default", "tf32")),  # for "bf16", autocast does more
     )
+    before = [getattr(owner, name) for owner, name, _ in flags]
+    mode, matmul = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus):
+        try:
+            if deterministic:
+                # Read when cuBLAS starts; older torch refuses to be deterministic without it.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            _set_debug_mode(2 * deterministic)  # refuse operations without a deterministic form
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+            for owner, name, value in flags:
+                setattr(owner, name, value)
+            yield
+        finally:
+            _set_debug_mode(mode)
+            torch.set_float32_matmul_precision(matmul)
+            for (owner, name, _), value in zip(flags, before, strict=True):
+                setattr(owner, name, value)
+            torch.set_num_threads(threads)
 
 
-def _set_backend_flags(
-    mode: int, fill: bool, cudnn: bool, benchmark: bool, tf32: bool, matmul: str
-) -> None:
+def _set_debug_mode(mode: int) -> None:
+    """Set torch's deterministic mode: 0 = off, 1 = warn, 2 = error."""
     if "torch._inductor.config" in sys.modules:  # the compiler has a switch of its own
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
     else:  # the same without importing the compiler, which takes longer than importing torch
         torch.set_deterministic_debug_mode(mode)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = cudnn
-    torch.backends.cudnn.benchmark = benchmark
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.set_float32_matmul_precision(matmul)
 
 
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's words
+NO_MEMORY = re.compile("can't allocate memory|out of memory")  # words of torch, and of CUDA
 REFUSAL = "does not have a deterministic implementation"  # torch's words
 
 
 def processor_name() -> str:
     """Return the processor's name, family and model: "AMD EPYC 9654 96-Core Processor (25.17)"."""
-    found: dict[str, str] = {}
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                found.setdefault(name.strip(), value.strip())
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        pass
+        text = ""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
     if "model name" not in found:
         return platform.processor() or platform.machine()
     return f"{found['model name']} ({found.get('cpu family', '?')}.{found.get('model', '?')})"
@@ -223,8 +212,7 @@ def name_out_of_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not full and NO_MEMORY not in str(error):
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
         raise RunError(
             f"out of memory ({brief(first_line(error))}): a rank holds the images of one shard at a"

@@ -233,21 +233,6 @@ def abort_all(code: int) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def is_gpu_aware(platform: str) -> bool | None:
-    """Ask MPI whether it takes device memory of "cuda" or "rocm"; None if it does not tell.
-
-    Open MPI and MPICH have the first function, Cray's and older MPICHs the second.
-    """
-    mpi, answer = ctypes.CDLL(MPI.__file__), ctypes.c_int()
-    if ask := getattr(mpi, f"MPIX_Query_{platform}_support", None):
-        return bool(ask())
-    if ask := getattr(mpi, "MPIX_GPU_query_support", None):
-        kind = {"cuda": 0, "rocm": 2}[platform]  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
-        ask(kind, ctypes.byref(answer))
-        return bool(answer.value)
-    return None
-
-
 def library() -> str:
     """Return name and version of the MPI library: "Open MPI v5.0.11", "MPICH Version: 5.0.2"."""
     line = MPI.Get_library_version().splitlines()[0].split(", package")[0]

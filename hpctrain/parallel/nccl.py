@@ -1,31 +1,22 @@
-"""NCCL or RCCL: sums and moves device memory, queued on torch's current stream.
-
-Nothing synchronizes with the host. The ranks join a communicator by an id that MPI broadcasts.
-Afterwards MPI is used for host memory only, and never while a call of NCCL is in progress on the
-same device (NCCL User Guide, "NCCL and MPI": both at once may deadlock).
-
-A communicator is neither destroyed nor aborted: both may wait for a peer that is gone. The end of
-the process, which MPI_Abort or MPI_Finalize causes on all ranks, frees its resources.
+"""NCCL or RCCL by ctypes, and the choice of the transport: NCCL where every rank can use it.
 
 The library is the one that torch itself loaded; on AMD GPUs it is RCCL, which has the same
-functions (NCCL User Guide, "NCCL API").
+functions (NCCL User Guide, "NCCL API"). The calls are in `transport.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from hpctrain.errors import RunError
-from hpctrain.parallel.memory import built_for, torch_library
-from hpctrain.parallel.mpi import Comm, on_root
-from hpctrain.parallel.transport import Messages, Transport
-from hpctrain.watchdog import waiting
+from hpctrain.errors import RunError, UsageError
+from hpctrain.text import counted
 
 
 class UniqueId(ctypes.Structure):
@@ -51,117 +42,113 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {  # all return a ncclResult_t, an int
 }
 
 
-class Library:
-    """The functions of an NCCL library, torch's by default. Raises RunError if it has none."""
+def load_nccl(path: str = "") -> Any:
+    """Load an NCCL library, torch's by default. Raises RunError if there is none.
 
-    def __init__(self, path: str = "") -> None:
-        self._handle = ctypes.CDLL(path) if path else torch_library()
-        try:
-            for name, arguments in FUNCTIONS.items():
-                getattr(self._handle, name).argtypes = arguments
-            for name, argument in (("ncclGetErrorString", c_int), ("ncclGetLastError", c_void_p)):
-                getattr(self._handle, name).argtypes = (argument,)
-                getattr(self._handle, name).restype = c_char_p
-        except AttributeError as error:
-            raise RunError(f"torch {torch.__version__} was built without NCCL ({error})") from None
+    Its functions raise RunError with NCCL's message if they fail.
+    """
+    library = ctypes.CDLL(path) if path else _torch_library()
 
-    def __call__(self, name: str, *arguments: Any) -> None:
-        """Call a function by its name. Raises RunError with NCCL's message if it fails."""
-        if code := getattr(self._handle, name)(*arguments):
-            self.fail(name, code)
+    def check(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
+        if code:
+            raise nccl_error(library, function.__name__, code)
+        return code
 
-    def fail(self, name: str, code: int) -> None:
-        """Raise RunError for an error code that the function `name` returned."""
-        words = [self._handle.ncclGetErrorString(code), self._handle.ncclGetLastError(None)]
-        text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
-        raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
+    try:
+        for name, types in FUNCTIONS.items():
+            function = getattr(library, name)
+            function.argtypes, function.errcheck = types, check
+        for name, type_ in (("ncclGetErrorString", c_int), ("ncclGetLastError", c_void_p)):
+            function = getattr(library, name)
+            function.argtypes, function.restype = (type_,), c_char_p
+    except AttributeError as error:
+        raise RunError(f"torch {torch.__version__} was built without NCCL ({error})") from None
+    return library
 
-    def version(self) -> str:
-        """Return name and version, such as "NCCL 2.29.7"."""
-        found = c_int()
-        self("ncclGetVersion", ctypes.byref(found))
-        major, rest = divmod(found.value, 10000)
-        name = "RCCL" if built_for().startswith("ROCm") else "NCCL"
-        return f"{name} {major}.{rest // 100}.{rest % 100}"
 
-    def unique_id(self) -> bytes:
-        """Return a new id with which ranks join one communicator."""
-        made = UniqueId()
-        self("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(made)
+def nccl_error(library: Any, name: str, code: int) -> RunError:
+    """Return the error for a code that the function `name` returned."""
+    words = [library.ncclGetErrorString(code), library.ncclGetLastError(None)]
+    text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
+    return RunError(f"{name} failed on this rank or a rank it talks to: {text}")
+
+
+def _torch_library() -> ctypes.CDLL:
+    """Return torch's library for GPUs, in which those that it loaded are found, such as NCCL."""
+    for name in ("libtorch_cuda.so", "libtorch_hip.so"):
+        with suppress(OSError):
+            return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+    raise RunError(f"torch {torch.__version__} was built without GPUs")
 
 
 def nccl_version() -> str:
-    """Return name and version of the NCCL that torch loaded; empty if there is none."""
+    """Return name and version of torch's NCCL, such as "NCCL 2.29.7"; empty if it has none."""
+    found = c_int()
     try:
-        return Library().version()
+        load_nccl().ncclGetVersion(ctypes.byref(found))
     except RunError:
         return ""
+    major, rest = divmod(found.value, 10000)
+    return f"{'RCCL' if torch.version.hip else 'NCCL'} {major}.{rest // 100}.{rest % 100}"
 
 
-NUMBER_TYPES = {torch.uint8: 1, torch.float32: 7, torch.float64: 8}  # ncclDataType_t
-SUM = 0  # ncclRedOp_t
+class RankDevice(NamedTuple):
+    """The device of one rank."""
+
+    host: str
+    gpu: str = ""  # its UUID; empty: computes on the CPU
+    nccl: str = ""  # torch's, such as "NCCL 2.29.7"; empty = none
 
 
-class Nccl(Transport):
-    """One NCCL communicator over all ranks, each with a GPU of its own."""
+class Choice(NamedTuple):
+    """A transport by name, and the reason for it."""
 
-    def __init__(self, comm: Comm, library: Library | None = None) -> None:
-        """Collective, on the current GPU of this thread."""
-        super().__init__(comm)
-        self._call = library or Library()
-        number = UniqueId.from_buffer_copy(on_root(comm, self._call.unique_id))
-        self._group = c_void_p()
-        with waiting():
-            self._call("ncclCommInitRank", ctypes.byref(self._group), comm.size, number, comm.rank)
-
-    def allreduce(self, vector: torch.Tensor) -> None:
-        place, where = vector.data_ptr(), (self._group, _stream(vector))
-        self._call("ncclAllReduce", place, place, len(vector), _type(vector), SUM, *where)
-        self._check()
-
-    def exchange(self, sends: Messages, receives: Messages) -> None:
-        """Exchange all vectors in one group, which is a single launch."""
-        with self._one_launch():
-            for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
-                for rank, vectors in messages:
-                    for vector in vectors:
-                        where = rank, self._group, _stream(vector)
-                        self._call(name, vector.data_ptr(), len(vector), _type(vector), *where)
-        self._check()
-
-    def allgather(self, vector: torch.Tensor) -> None:
-        length, where = len(vector) // self.comm.size, (self._group, _stream(vector))
-        own = vector.data_ptr() + vector.element_size() * length * self.comm.rank
-        self._call("ncclAllGather", own, vector.data_ptr(), length, _type(vector), *where)
-        self._check()
-
-    @contextmanager
-    def _one_launch(self) -> Iterator[None]:
-        """Group the calls of a block into one launch; the group is closed even if one fails."""
-        self._call("ncclGroupStart")
-        try:
-            yield
-        except RunError as error:
-            with suppress(RunError):  # the same error again
-                self._call("ncclGroupEnd")
-            raise error
-        self._call("ncclGroupEnd")
-
-    def _check(self) -> None:
-        """Raise RunError if an earlier call has failed since, on any rank."""
-        found = c_int()
-        self._call("ncclCommGetAsyncError", self._group, ctypes.byref(found))
-        if found.value:
-            self._call.fail("an earlier call of NCCL", found.value)
+    name: str
+    reason: str
 
 
-def _type(vector: torch.Tensor) -> int:
-    """Return NCCL's code of a type. Raises TypeError unless it is float32, float64 or bytes."""
-    if vector.dtype not in NUMBER_TYPES:
-        raise TypeError(f"NCCL is not asked to sum {vector.dtype}")
-    return NUMBER_TYPES[vector.dtype]
+def describe_sharing(ranks: Sequence[RankDevice]) -> str:
+    """Describe the first host on which more ranks than GPUs compute; empty if there is none."""
+    gpus: dict[str, list[str]] = {}
+    for place in ranks:
+        if place.gpu:
+            gpus.setdefault(place.host, []).append(place.gpu)
+    for host, used in gpus.items():
+        if len(set(used)) < len(used):
+            return f"{len(used)} ranks share {counted(len(set(used)), 'GPU')} of {host}"
+    return ""
 
 
-def _stream(vector: torch.Tensor) -> int:
-    return torch.cuda.current_stream(vector.device).cuda_stream if vector.is_cuda else 0
+def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> Choice:
+    """Choose the transport for all ranks from their devices.
+
+    Raises UsageError with the reason if the `wanted` one is not possible, and if only some ranks
+    have a GPU: these round differently, so weights that each rank updates would drift apart.
+    """
+    names = [f"rank {rank} ({place.host})" for rank, place in enumerate(ranks)]
+    without = [name for name, place in zip(names, ranks, strict=True) if not place.gpu]
+    if wanted in ("nccl", "mpi-gpu") and without:
+        raise UsageError(f"--reduce {wanted} is for GPUs: {without[0]} has none")
+    if len(without) == len(ranks):
+        return Choice("mpi", "all ranks compute on CPUs")
+    if without:
+        raise UsageError(
+            f"{len(without)} of {len(ranks)} ranks see no GPU, such as {without[0]}:"
+            " weights would differ; give every rank a GPU, or all --device cpu"
+        )
+    others = [rank for rank, place in enumerate(ranks) if place.nccl != ranks[0].nccl]
+    against = describe_sharing(ranks)
+    if others:
+        versions = [ranks[rank].nccl or "no NCCL" for rank in (0, others[0])]
+        against = f"{versions[0]} on rank 0, {versions[1]} on {names[others[0]]}"
+    elif not ranks[0].nccl:
+        against = "torch was built without NCCL"
+    if wanted == "nccl" and against:
+        raise UsageError(f"--reduce nccl: {against}")
+    if wanted != "auto":
+        return Choice(wanted, "asked for")
+    if len(ranks) == 1:
+        return Choice("none", "one rank")
+    if against:
+        return Choice("host", against)
+    return Choice("nccl", "every rank has a GPU of its own")

@@ -5,7 +5,7 @@
     Pinned         GPU memory is copied through pinned host memory, in pieces, so that copying one,
                    summing the next and copying back another overlap; works with any MPI
     DeviceMemory   device memory is passed to MPI, which must be GPU-aware ("mpi-gpu")
-    nccl.Nccl      NCCL sums and moves device memory, queued on torch's stream
+    Nccl           NCCL sums and moves device memory, queued on torch's stream
 
 All have the same three calls on vectors, in the order of torch's current stream: work queued before
 is complete when the bytes are sent, and work queued afterwards sees the result. `reduce.py` builds
@@ -14,24 +14,42 @@ the one communication of a step from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ctypes
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hpctrain.parallel.device import pinned
-from hpctrain.parallel.mpi import LARGEST, MPI, Comm
+from hpctrain.errors import UsageError
+from hpctrain.parallel.device import choose_device, keep_memory
+from hpctrain.parallel.hosts import comm_of_host, fair_threads
+from hpctrain.parallel.memory import zeros_for_messages
+from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, library, on_all, on_root
+from hpctrain.parallel.nccl import (
+    Choice,
+    RankDevice,
+    UniqueId,
+    choose_transport,
+    describe_sharing,
+    load_nccl,
+    nccl_error,
+    nccl_version,
+)
 from hpctrain.streams import Stream, new_stream, record_event, use_stream
+from hpctrain.watchdog import waiting
 
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
-TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+MPI_TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+NCCL_TYPES = {torch.uint8: 1, torch.float32: 7, torch.float64: 8}  # ncclDataType_t
+NCCL_SUM = 0  # ncclRedOp_t
 Messages = Sequence[tuple[int, list[torch.Tensor]]]  # other ranks, and the vectors of a message
 
 
 class Transport:
     """Sums and moves contiguous vectors of float32, float64 or bytes. All calls are collective.
 
-    This base class is for a single rank, which sends nothing.
+    Other types raise KeyError. This base class is for a single rank, which sends nothing.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -51,16 +69,6 @@ class Transport:
         """Send this rank's block of `vector` to all ranks, and receive theirs in `vector`."""
 
 
-def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
-    """Return the MPI type of a vector. Raises TypeError unless it is float32, float64 or bytes.
-
-    It is always passed explicitly: otherwise bfloat16 would be taken for bytes, and these summed.
-    """
-    if vector.dtype not in TYPES:
-        raise TypeError(f"MPI cannot sum {vector.dtype}")
-    return TYPES[vector.dtype]
-
-
 class HostMemory(Transport):
     """MPI on host memory, in place. What is too large for one message is sent in several."""
 
@@ -69,28 +77,9 @@ class HostMemory(Transport):
         super().__init__(comm)
         self._largest = largest
 
-    def _pieces(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the pieces of a vector that are small enough for a message, in order."""
-        return vector.split(max(1, self._largest // vector.element_size()))
-
-    def _messages(self, vectors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return the vectors of one message, or those of several if they are too large for one."""
-        if sum(map(len, vectors)) * vectors[0].element_size() <= self._largest:
-            return [vectors]
-        return [[piece] for vector in vectors for piece in self._pieces(vector)]
-
-    def _buffer(self, vector: torch.Tensor) -> Any:
-        """Return the vector as a buffer for mpi4py."""
-        return vector.numpy()
-
-    def _message(self, vector: torch.Tensor) -> list[Any]:
-        """Return the vector as a message for mpi4py. Raises TypeError as `mpi_type` does."""
-        kind = mpi_type(vector)
-        return [self._buffer(vector), kind]
-
     def allreduce(self, vector: torch.Tensor) -> None:
         for piece in self._pieces(vector):
-            self.comm.Allreduce(MPI.IN_PLACE, self._message(piece))
+            self.comm.Allreduce(MPI.IN_PLACE, self._buffer(piece))
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
         out, into = self._to_mpi(sends), self._to_mpi(receives)
@@ -105,67 +94,65 @@ class HostMemory(Transport):
             if not kind.is_predefined:
                 kind.Free()
 
-    def _to_mpi(self, messages: Messages) -> list[tuple[list[Any], int]]:
-        """Return messages for mpi4py, each with the rank that it goes to or comes from."""
-        parts = ((rank, part) for rank, all_ in messages for part in self._messages(all_))
-        return [(self._together(part), rank) for rank, part in parts]
-
-    def _together(self, vectors: list[torch.Tensor]) -> list[Any]:
-        """Return vectors as one message for mpi4py. MPI packs them, while it sends."""
-        if len(vectors) == 1:
-            return self._message(vectors[0])
-        places = [vector.data_ptr() for vector in vectors]
-        kind = mpi_type(vectors[0]).Create_hindexed([len(v) for v in vectors], places)
-        return [MPI.BOTTOM, 1, kind.Commit()]
-
     def allgather(self, vector: torch.Tensor) -> None:
         if vector.nbytes <= self._largest * self.comm.size:
-            self.comm.Allgather(MPI.IN_PLACE, self._message(vector))
+            self.comm.Allgather(MPI.IN_PLACE, self._buffer(vector))
             return
         blocks, own = vector.tensor_split(self.comm.size), self.comm.rank
         others = [rank for rank in range(self.comm.size) if rank != own]
         self.exchange([(r, [blocks[own]]) for r in others], [(r, [blocks[r]]) for r in others])
 
+    def _to_mpi(self, messages: Messages) -> list[tuple[list[Any], int]]:
+        """Return messages for mpi4py, each with the rank that it goes to or comes from.
+
+        Several vectors are one message, which MPI packs while it sends.
+        """
+        found = []
+        for rank, vectors in messages:
+            if len(vectors) > 1 and sum(vector.nbytes for vector in vectors) <= self._largest:
+                places = [vector.data_ptr() for vector in vectors]
+                lengths, kind = [len(vector) for vector in vectors], MPI_TYPES[vectors[0].dtype]
+                together = kind.Create_hindexed(lengths, places).Commit()
+                found.append(([MPI.BOTTOM, 1, together], rank))
+            else:
+                pieces = [piece for vector in vectors for piece in self._pieces(vector)]
+                found += [(self._buffer(piece), rank) for piece in pieces]
+        return found
+
+    def _pieces(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the pieces of a vector that are small enough for a message, in order."""
+        if vector.nbytes <= self._largest:
+            return [vector]
+        return vector.split(self._largest // vector.element_size())
+
+    def _buffer(self, vector: torch.Tensor) -> list[Any]:
+        """Return the vector as a buffer for mpi4py."""
+        kind = MPI_TYPES[vector.dtype]  # else MPI would take bfloat16 for bytes, and sum these
+        return [vector.numpy(), kind]
+
 
 class DeviceMemory(HostMemory):
     """MPI on device memory. An MPI that is not GPU-aware crashes."""
 
-    def _buffer(self, vector: torch.Tensor) -> Any:
-        record_event(vector.device).synchronize()  # MPI does not know about streams
-        return vector.detach()  # by DLPack, for which mpi4py does not synchronize
-
     def exchange(self, sends: Messages, receives: Messages) -> None:
-        """Pack vectors on the device: MPI would copy them one by one, if it can at all."""
-        out = [(rank, _packed(vectors)) for rank, vectors in sends]
-        into = [(rank, _packed(vectors)) for rank, vectors in receives]
-        super().exchange(out, into)
-        for (_, vectors), (_, (packed,)) in zip(receives, into, strict=True):
-            for vector, part in _parts(vectors, packed):
-                if vector.data_ptr() != part.data_ptr():
-                    vector.copy_(part)
+        """Send each vector by itself: MPI packs device memory slowly, if it can at all."""
+        alone = ([(r, [v]) for r, vectors in each for v in vectors] for each in (sends, receives))
+        super().exchange(*alone)
+
+    def _buffer(self, vector: torch.Tensor) -> list[Any]:
+        record_event(vector.device).synchronize()  # MPI does not know about streams
+        kind = MPI_TYPES[vector.dtype]
+        return [vector.detach(), kind]  # by DLPack, for which mpi4py does not synchronize
 
 
-def _packed(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one vector that holds several; it is the same one if there is one."""
-    return vectors if len(vectors) == 1 else [torch.cat(vectors)]
-
-
-def _parts(
-    vectors: list[torch.Tensor], packed: torch.Tensor
-) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair vectors with their parts of one vector that holds all of them."""
-    return zip(vectors, packed.split([len(vector) for vector in vectors]), strict=True)
-
-
-class Pinned(Transport):
+class Pinned(HostMemory):
     """GPU memory through pinned host memory, which is kept for the whole run."""
 
     def __init__(self, comm: Comm, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__(comm)
         self._piece_bytes = piece_bytes
-        self._host = HostMemory(comm)
         self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._down: Stream | None = None
+        self._down: Stream = None
 
     def allreduce(self, vector: torch.Tensor) -> None:
         """Sum piece by piece; most messages have one piece.
@@ -173,53 +160,185 @@ class Pinned(Transport):
         Pieces are copied to the host on a separate stream, so that the next ones arrive while one
         is summed and copied back.
         """
-        host, step = self._host_of(vector), max(1, self._piece_bytes // vector.element_size())
-        spans = [slice(start, start + step) for start in range(0, len(vector), step)]
-        down, copied = self._down or new_stream(vector.device), []
-        self._down, ready = down, record_event(vector.device)
-        with use_stream(down):
+        ready, length = record_event(vector.device), self._piece_bytes // vector.element_size()
+        host = self._host_memory(vector.data_ptr(), len(vector), vector)
+        pieces = list(zip(vector.split(length), host.split(length), strict=True))
+        self._down = self._down or new_stream(vector.device)
+        copied = []
+        with use_stream(self._down):
             ready.wait()
-            for span in spans:
-                host[span].copy_(vector[span], non_blocking=True)
+            for piece, staged in pieces:
+                staged.copy_(piece, non_blocking=True)
                 copied.append(record_event(vector.device))
-        for span, event in zip(spans, copied, strict=True):
+        for (piece, staged), event in zip(pieces, copied, strict=True):
             event.synchronize()
-            self._host.allreduce(host[span])
-            vector[span].copy_(host[span], non_blocking=True)
+            super().allreduce(staged)
+            piece.copy_(staged, non_blocking=True)
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
         """Exchange through one block of host memory, which calls of the same size share."""
-        ranks = [rank for rank, _ in (*sends, *receives)]
-        lengths = [sum(map(len, vectors)) for _, vectors in (*sends, *receives)]
-        if not ranks:
+        messages = [*sends, *receives]
+        vectors = [vector for _, each in messages for vector in each]
+        if not vectors:
             return
-        example = (*sends, *receives)[0][1][0]
-        host = self._host_at(0, sum(lengths), example).split(lengths)
-        out, into = host[: len(sends)], host[len(sends) :]
-        for (_, vectors), packed in zip(sends, out, strict=True):
-            for vector, part in _parts(vectors, packed):
-                part.copy_(vector, non_blocking=True)
-        record_event(example.device).synchronize()
-        staged = [(rank, [packed]) for rank, packed in zip(ranks, host, strict=True)]
-        self._host.exchange(staged[: len(sends)], staged[len(sends) :])
-        for (_, vectors), packed in zip(receives, into, strict=True):
-            for vector, part in _parts(vectors, packed):
-                vector.copy_(part, non_blocking=True)
+        lengths, sent = [len(vector) for vector in vectors], sum(len(each) for _, each in sends)
+        host = self._host_memory(0, sum(lengths), vectors[0])
+        copies = list(zip(vectors, host.split(lengths), strict=True))
+        for vector, part in copies[:sent]:
+            part.copy_(vector, non_blocking=True)
+        record_event(vectors[0].device).synchronize()
+        blocks = host.split([sum(map(len, each)) for _, each in messages])
+        staged = [(rank, [block]) for (rank, _), block in zip(messages, blocks, strict=True)]
+        super().exchange(staged[: len(sends)], staged[len(sends) :])
+        for vector, part in copies[sent:]:
+            vector.copy_(part, non_blocking=True)
 
     def allgather(self, vector: torch.Tensor) -> None:
-        host, size = self._host_of(vector), len(vector) // self.comm.size
+        host = self._host_memory(vector.data_ptr(), len(vector), vector)
+        size = len(vector) // self.comm.size
         own = slice(size * self.comm.rank, size * (self.comm.rank + 1))
         host[own].copy_(vector[own], non_blocking=True)
         record_event(vector.device).synchronize()
-        self._host.allgather(host)
+        super().allgather(host)
         vector.copy_(host, non_blocking=True)
 
-    def _host_of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return host memory of the vector's size, the same one for each call with it."""
-        return self._host_at(vector.data_ptr(), len(vector), vector)
-
-    def _host_at(self, address: int, length: int, example: torch.Tensor) -> torch.Tensor:
-        key = address, length, example.dtype
+    def _host_memory(self, address: int, length: int, like: torch.Tensor) -> torch.Tensor:
+        """Return host memory for vectors at an address, the same in each call."""
+        key = address, length, like.dtype
         if key not in self._kept:
-            self._kept[key] = pinned(length, example.dtype, example.device)
+            self._kept[key] = torch.zeros(length, dtype=like.dtype, pin_memory=like.is_cuda)
         return self._kept[key]
+
+
+class Nccl(Transport):
+    """One NCCL communicator over all ranks, each with a GPU of its own.
+
+    Nothing synchronizes with the host. MPI is used for host memory only, and never while a call of
+    NCCL is in progress on the same device (NCCL User Guide, "NCCL and MPI": both at once may
+    deadlock). The communicator is neither destroyed nor aborted: both may wait for a peer that is
+    gone. The end of the process, which MPI_Abort or MPI_Finalize causes on all ranks, frees it.
+    """
+
+    def __init__(self, comm: Comm, path: str = "") -> None:
+        """Collective, on the current GPU of this thread. `path`: of the library."""
+        super().__init__(comm)
+        self._nccl, self._comm = load_nccl(path), ctypes.c_void_p()
+
+        def make_id() -> bytes:
+            made = UniqueId()
+            self._nccl.ncclGetUniqueId(ctypes.byref(made))
+            return bytes(made)
+
+        number = UniqueId.from_buffer_copy(on_root(comm, make_id))
+        with waiting():
+            self._nccl.ncclCommInitRank(ctypes.byref(self._comm), comm.size, number, comm.rank)
+
+    def allreduce(self, vector: torch.Tensor) -> None:
+        place, kind = vector.data_ptr(), NCCL_TYPES[vector.dtype]
+        where = self._comm, _stream(vector)
+        self._nccl.ncclAllReduce(place, place, len(vector), kind, NCCL_SUM, *where)
+        self._check()
+
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        """Exchange all vectors in one group, which is a single launch."""
+        self._nccl.ncclGroupStart()
+        try:
+            for call, messages in ((self._nccl.ncclSend, sends), (self._nccl.ncclRecv, receives)):
+                for rank, vectors in messages:
+                    for vector in vectors:
+                        kind, where = NCCL_TYPES[vector.dtype], (self._comm, _stream(vector))
+                        call(vector.data_ptr(), len(vector), kind, rank, *where)
+        finally:  # a group that is left open would swallow all later calls
+            self._nccl.ncclGroupEnd()
+        self._check()
+
+    def allgather(self, vector: torch.Tensor) -> None:
+        length, place = len(vector) // self.comm.size, vector.data_ptr()
+        own = place + vector.element_size() * length * self.comm.rank
+        where = self._comm, _stream(vector)
+        self._nccl.ncclAllGather(own, place, length, NCCL_TYPES[vector.dtype], *where)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise RunError if an earlier call has failed since, on any rank."""
+        found = ctypes.c_int()
+        self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(found))
+        if found.value:
+            raise nccl_error(self._nccl, "an earlier call of NCCL", found.value)
+
+
+def _stream(vector: torch.Tensor) -> int:
+    """Return torch's current stream for NCCL."""
+    return torch.cuda.current_stream(vector.device).cuda_stream if vector.is_cuda else 0
+
+
+def open_device(
+    comm: Comm, requested: str, threads: Callable[[int], int]
+) -> tuple[torch.device, int]:
+    """Return this rank's device and its fair share of CPU threads. Collective.
+
+    `threads` converts the share to the number of threads that torch uses. Raises UsageError on all
+    ranks as `choose_device` does.
+    """
+    local_rank = comm_of_host(comm).rank
+    with on_all(comm):
+        device = choose_device(requested, local_rank)
+    share = fair_threads(comm)
+    torch.set_num_threads(threads(share))  # launchers set 1 or all cores
+    keep_memory()
+    return device, share
+
+
+def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Transport, Choice, str]:
+    """Open the transport for messages on `device`, according to --reduce. Collective.
+
+    Also returns the choice with its reason, and a note if ranks share GPUs. Raises UsageError on
+    all ranks as `choose_transport` and `make_transport` do.
+    """
+    own = RankDevice(socket.gethostname())
+    if device.type == "cuda":
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        own = own._replace(gpu=uuid, nccl=nccl_version())
+    ranks = allgather(comm, own)
+    choice = on_root(comm, choose_transport, ranks, wanted)
+    return make_transport(choice.name, comm, device), choice, describe_sharing(ranks)
+
+
+def make_transport(name: str, comm: Comm, device: torch.device) -> Transport:
+    """Make the chosen transport for vectors on `device`. Collective.
+
+    Device memory is given to MPI unless it says that it is not GPU-aware, and then tried. Raises
+    UsageError on all ranks if that fails.
+    """
+    if name != "mpi-gpu":
+        ways = {"none": Transport, "mpi": HostMemory, "host": Pinned, "nccl": Nccl}
+        return ways[name](comm)
+    with on_all(comm):
+        if not is_gpu_aware():
+            raise UsageError(
+                f"--reduce mpi-gpu: {library()} is not GPU-aware; --reduce host works with any MPI"
+            )
+    transport = DeviceMemory(comm)
+    vector = zeros_for_messages(16, torch.float32, device).fill_(comm.rank)
+    transport.allreduce(vector)
+    with on_all(comm):
+        if not bool((vector == comm.size * (comm.size - 1) // 2).all()):
+            raise UsageError(
+                "--reduce mpi-gpu: MPI was given device memory and returned a wrong sum; --reduce"
+                " host works with any MPI"
+            )
+    return transport
+
+
+def is_gpu_aware() -> bool:
+    """Ask MPI whether it takes the memory of torch's GPUs. True if it does not tell.
+
+    Open MPI and MPICH have the first function, Cray's and older MPICHs the second.
+    """
+    mpi, answer = ctypes.CDLL(MPI.__file__), ctypes.c_int(1)
+    platform, kind = ("rocm", 2) if torch.version.hip else ("cuda", 0)  # MPIX_GPU_SUPPORT_...
+    if ask := getattr(mpi, f"MPIX_Query_{platform}_support", None):
+        return bool(ask())
+    if ask := getattr(mpi, "MPIX_GPU_query_support", None):
+        ask(kind, ctypes.byref(answer))
+    return bool(answer.value)

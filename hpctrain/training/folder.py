@@ -108,7 +108,7 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
 def run_facts(run: Run) -> dict[str, object]:
     """Return the first line of the record. Collective."""
     hosts, host_ranks, host_cores = describe_hosts(run.comm)
-    memory = memory_of(run.trainer.message.device)
+    memory, memory_reason = memory_of(run.trainer.message.device)
     return {
         "name": run.folder.name,
         "folder": str(run.folder),
@@ -122,8 +122,8 @@ def run_facts(run: Run) -> dict[str, object]:
         "device": run.plan.device,
         "transport": run.transport.name,
         "transport_reason": run.transport.reason,
-        "memory": memory.name,
-        "memory_reason": memory.reason,
+        "memory": memory,
+        "memory_reason": memory_reason,
         "overlap": run.config.overlap,
         "threads": run.plan.threads,
         "precision": run.plan.precision,

@@ -23,7 +23,7 @@ from hpctrain.inference.tasks import Task
 from hpctrain.models import InitialWeights
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, on_root
-from hpctrain.parallel.placement import Choice
+from hpctrain.parallel.nccl import Choice
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
 from hpctrain.report.find import best_file

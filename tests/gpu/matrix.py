@@ -26,7 +26,7 @@ import numpy as np
 
 import hpctrain as hp
 from tests.gpu.emulator import ORDERS
-from tests.support.api import choose, command_line, read_records
+from tests.support.api import command_line, read_records, transport
 from tests.support.leaving import leave_after
 from tests.support.packs import make_pack
 from tests.support.pictures import class_folders
@@ -248,7 +248,7 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Any, stop: bool) -> lis
     """Run cells, with `stop` until one has a problem, and write what each came to, a line each.
     Collective.
     """
-    choose.is_gpu_aware = lambda platform: True  # the emulated GPU's memory is host memory
+    transport.is_gpu_aware = lambda: True  # the emulated GPU's memory is host memory
     matrix, found = Matrix(folder, comm), []
     for cell in cells:
         started = time.perf_counter()

@@ -5,24 +5,22 @@ Needs a CuPy; no GPU.
 
 from __future__ import annotations
 
-import re
+import inspect
 
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy")
 
 
-def parameters(text):
-    """The names in the signature that Cython wrote into a docstring: "f(self, int a, b=1)"."""
-    inner = re.match(r"[\w.]+\((.*?)\)", text.strip(), re.DOTALL)[1]
-    found = [part.split("=")[0].split()[-1] for part in inner.split(",")]
-    return [name for name in found if name != "self"]
+def parameters(function):
+    return [*inspect.signature(function).parameters]
 
 
-def test_memory_devices_and_versions():
-    assert parameters(cupy.cuda.Memory.__doc__) == ["size"]
-    assert hasattr(cupy.cuda.Memory, "ptr")
-    assert parameters(cupy.cuda.Device.__doc__) == ["device"]
+def test_arrays_allocators_devices_and_versions():
+    assert parameters(cupy.empty)[:2] == ["shape", "dtype"]
+    assert parameters(cupy.cuda.using_allocator) == ["allocator"]
+    assert cupy.cuda.Device.__doc__.startswith("Device(device=None)")
     assert hasattr(cupy.cuda.Device, "__enter__")
+    assert hasattr(cupy.ndarray, "__cuda_array_interface__")
     assert cupy.cuda.runtime.is_hip in (True, False)
     assert cupy.cuda.runtime.runtimeGetVersion() > 10_000

@@ -93,7 +93,7 @@ def test_every_way_to_sum_gives_the_bits_of_host_memory(comm, transport, kind):
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
 def test_what_a_transport_would_add_up_wrongly_is_refused(comm, transport, dtype):
-    with pytest.raises(TypeError, match="sum torch"):
+    with pytest.raises(KeyError, match="torch"):
         MAKERS[transport](comm).allreduce(torch.zeros(3, dtype=dtype))
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.support.api import command_line, memory, open_transport, placement
+from tests.support.api import command_line, memory, nccl, open_transport, which_gpu
 from tests.support.packs import make_pack
 
-CPU = placement.RankDevice("n1")
+CPU = nccl.RankDevice("n1")
 GPU = torch.device("cuda", 1)
 NODE = ("a", "b", "c", "d")
 TWO = NODE[:2]
@@ -45,8 +45,8 @@ JOBS = {  # hosts with the GPUs that each of their ranks sees; their numbers, tr
 }
 
 
-def gpu(host="n1", uuid="a", nccl="NCCL 2.29.7"):
-    return placement.RankDevice(host, uuid, nccl)
+def gpu(host="n1", uuid="a", version="NCCL 2.29.7"):
+    return nccl.RankDevice(host, uuid, version)
 
 
 def of_job(hosts):
@@ -54,7 +54,7 @@ def of_job(hosts):
     devices, numbers = [], []
     for host, seen in hosts:
         for local_rank, uuids in enumerate(seen):
-            number = placement.which_gpu(local_rank, len(uuids))
+            number = which_gpu(local_rank, len(uuids))
             numbers.append(number)
             devices.append(CPU if number is None else gpu(host, uuids[number]))
     return devices, numbers
@@ -64,22 +64,26 @@ def of_job(hosts):
 def test_who_uses_which_gpu(name):
     hosts, numbers, transport, note = JOBS[name]
     devices, found = of_job(hosts)
-    chosen = placement.choose_transport(devices).name
-    assert (found, chosen, placement.describe_sharing(devices)) == (numbers, transport, note)
+    chosen = nccl.choose_transport(devices).name
+    assert (found, chosen, nccl.describe_sharing(devices)) == (numbers, transport, note)
 
 
 @pytest.mark.parametrize(
     ("devices", "name", "why"),
     [
         ([CPU, CPU], "mpi", "CPUs"),
-        ([gpu(nccl="")], "none", "one rank"),
-        ([gpu(uuid="a"), gpu("n2", "b"), gpu("n2", "b")], "host", "ranks 1 and 2 share .* n2"),
-        ([gpu(), gpu(uuid="b", nccl="")], "host", "torch on rank 1 .* without NCCL"),
-        ([gpu(), gpu("n2", nccl="RCCL 2.29.7")], "host", "NCCL 2.29.7 on rank 0, RCCL .* rank 1"),
+        ([gpu(version="")], "none", "one rank"),
+        ([gpu(uuid="a"), gpu("n2", "b"), gpu("n2", "b")], "host", "2 ranks share 1 GPU of n2"),
+        ([gpu(), gpu(uuid="b", version="")], "host", "NCCL 2.29.7 on rank 0, no NCCL on rank 1"),
+        (
+            [gpu(), gpu("n2", version="RCCL 2.29.7")],
+            "host",
+            "NCCL 2.29.7 on rank 0, RCCL .* rank 1",
+        ),
     ],
 )
 def test_nccl_is_used_where_all_ranks_have_the_same_one_and_a_gpu_of_their_own(devices, name, why):
-    choice = placement.choose_transport(devices)
+    choice = nccl.choose_transport(devices)
     assert choice.name == name and re.search(why, choice.reason)
 
 
@@ -89,7 +93,7 @@ def test_nccl_is_used_where_all_ranks_have_the_same_one_and_a_gpu_of_their_own(d
         ([gpu(), gpu(uuid="b")], "nccl", ""),
         ([gpu(), gpu(uuid="b")], "host", ""),
         ([gpu(), gpu()], "mpi-gpu", ""),
-        ([gpu(), gpu()], "nccl", "--reduce nccl: ranks 0 and 1 share a GPU of n1"),
+        ([gpu(), gpu()], "nccl", "--reduce nccl: 2 ranks share 1 GPU of n1"),
         ([CPU, gpu()], "nccl", r"--reduce nccl is for GPUs: rank 0 \(n1\) has none"),
         ([gpu(), CPU], "mpi-gpu", r"--reduce mpi-gpu is for GPUs: rank 1 \(n1\) has none"),
         # the weights that each updates for itself would drift apart
@@ -99,10 +103,10 @@ def test_nccl_is_used_where_all_ranks_have_the_same_one_and_a_gpu_of_their_own(d
 )
 def test_what_is_asked_for_is_taken_or_refused_with_the_reason(devices, wanted, refusal):
     if not refusal:
-        assert placement.choose_transport(devices, wanted) == (wanted, "asked for")
+        assert nccl.choose_transport(devices, wanted) == (wanted, "asked for")
         return
     with pytest.raises(hp.UsageError, match=refusal):
-        placement.choose_transport(devices, wanted)
+        nccl.choose_transport(devices, wanted)
 
 
 def mpi_that(monkeypatch, **functions):
@@ -184,8 +188,8 @@ def test_on_the_cpu_nothing_imports_cupy(comm, tmp_path, monkeypatch):
         __import__("cupy")
 
 
-def cupy_for(version, is_hip=False, owner=1):
-    """A CuPy for a runtime of this version, whose memory is of GPU `owner` if GPU 1 is current."""
+def cupy_for(version, is_hip=False, fails=None):
+    """A CuPy for a runtime of this version, whose memory is of the current GPU."""
     cupy, current = ModuleType("cupy"), [0]
 
     @contextlib.contextmanager
@@ -194,29 +198,24 @@ def cupy_for(version, is_hip=False, owner=1):
         yield
         current.pop()
 
-    def give(size):
-        return SimpleNamespace(ptr=64, device=owner if current[-1] == 1 else 0)
+    def empty(length, dtype):
+        if fails:
+            raise RuntimeError(fails)
+        return current[-1]
 
     runtime = SimpleNamespace(is_hip=is_hip, runtimeGetVersion=lambda: version)
-    cupy.cuda = SimpleNamespace(Device=device, Memory=give, runtime=runtime)
+    cupy.empty = empty
+    cupy.cuda = SimpleNamespace(Device=device, using_allocator=contextlib.nullcontext)
+    cupy.cuda.runtime = runtime
     return cupy
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """A torch for ROCm 7.0 that sees two GPUs, and views memory as memory of its device."""
-
-    class Viewed(SimpleNamespace):
-        def data_ptr(self):
-            return self.view.memory.ptr
-
-    def as_tensor(view):
-        return Viewed(view=view, device=torch.device("cuda", view.memory.device))
-
+    """A torch for ROCm 7.0, which views the memory of a GPU as its number."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "7.0.51831-a3e329ad8")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch, "as_tensor", lambda number: number)
     memory.memory_of.cache_clear()
     yield monkeypatch
     memory.memory_of.cache_clear()
@@ -226,17 +225,17 @@ def two_gpus(monkeypatch):
     ("cupy", "whose", "reason"),
     [
         (cupy_for(70051831, is_hip=True), "cupy", "CuPy and torch are built for ROCm 7"),
-        (cupy_for(70051831, is_hip=True, owner=0), "torch", ".* memory for cuda:1 .* on cuda:0"),
-        (None, "torch", "CuPy is not installed, nor needed"),
+        (cupy_for(70051831, True, "no memory"), "torch", "no CuPy .RuntimeError: no memory"),
+        (None, "torch", "no CuPy .ModuleNotFoundError"),
         (cupy_for(12090), "torch", "CuPy is built for CUDA 12, torch for ROCm 7"),
         (cupy_for(60443482, is_hip=True), "torch", "CuPy is built for ROCm 6, torch for ROCm 7"),
-        (ModuleType("cupy"), "torch", "CuPy does not work here .AttributeError"),
+        (ModuleType("cupy"), "torch", "no CuPy .AttributeError"),
     ],
 )
 def test_memory_of_messages_is_cupys_where_it_fits(two_gpus, cupy, whose, reason):
     two_gpus.setitem(sys.modules, "cupy", cupy)
-    choice = memory.memory_of(GPU)
-    assert choice.name == whose and re.match(reason, choice.reason)
+    found = memory.memory_of(GPU)
+    assert found[0] == whose and re.match(reason, found[1])
 
 
 def test_a_cupy_whose_libraries_are_missing_is_not_taken_for_none(two_gpus, tmp_path):
@@ -245,5 +244,5 @@ def test_a_cupy_whose_libraries_are_missing_is_not_taken_for_none(two_gpus, tmp_
     (tmp_path / "cupy/__init__.py").write_text(code)
     two_gpus.delitem(sys.modules, "cupy", raising=False)
     two_gpus.syspath_prepend(tmp_path)
-    reason = "CuPy does not work here (ImportError: libnvrtc.so.12: cannot open)"
+    reason = "no CuPy (ImportError: libnvrtc.so.12: cannot open)"
     assert memory.memory_of(GPU) == ("torch", reason)

@@ -61,9 +61,7 @@ __all__ += ["plan_to_continue"]
 import torch
 
 import hpctrain as hp
-from hpctrain.parallel.choose import make_transport
-from hpctrain.parallel.nccl import Library, Nccl
-from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, Transport
+from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nccl, Pinned, Transport
 
 __all__ += ["Transport", "make_sum", "open_transport"]
 
@@ -73,10 +71,10 @@ def open_transport(comm, name, piece_bytes=None, nccl="", asked=False):
     can; `nccl` is the path of a library. Only if `asked` must MPI take device memory for "mpi-gpu".
     """
     if asked:
-        return make_transport(name, comm, torch.device("cpu"))
+        return transport.make_transport(name, comm, torch.device("cpu"))
     pieces = () if piece_bytes is None else (piece_bytes,)
     makers = {"mpi": HostMemory, "host": Pinned, "mpi-gpu": DeviceMemory}
-    return Nccl(comm, Library(nccl)) if name == "nccl" else makers[name](comm, *pieces)
+    return Nccl(comm, nccl) if name == "nccl" else makers[name](comm, *pieces)
 
 
 def make_sum(transport, vector, runs=None, narrow=0):
@@ -91,9 +89,10 @@ def make_sum(transport, vector, runs=None, narrow=0):
 
 # Ranks: what started them, what they agree on, which GPUs they use
 from hpctrain import cluster
-from hpctrain.parallel import memory, mpi, placement
+from hpctrain.parallel import memory, mpi, nccl, transport
+from hpctrain.parallel.device import which_gpu
 
-__all__ += ["cluster", "memory", "mpi", "placement"]
+__all__ += ["cluster", "memory", "mpi", "nccl", "transport", "which_gpu"]
 
 # Orders: who reads which samples, and when
 from hpctrain.data.orders import Permutation
@@ -157,8 +156,3 @@ from hpctrain.plan import resolve as resolve_plan
 from hpctrain.training.input import check_memory
 
 __all__ += ["Facts", "check_memory", "resolve_plan"]
-
-# Emulated GPUs: whether MPI takes their memory
-from hpctrain.parallel import choose
-
-__all__ += ["choose"]

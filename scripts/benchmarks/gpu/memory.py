@@ -42,7 +42,7 @@ def message(case: Case) -> Iterator[Result]:
     what = "every parameter lies in the weights, its gradient in the message alone"
     yield shown(what, inside == len(parameters), f"{inside} of {len(parameters)}", "all")
     what = "message outside of torch's caching allocator"
-    if memory_of(tensor.device).name != "cupy":
+    if memory_of(tensor.device)[0] != "cupy":
         yield not_run(what, "CuPy does not allocate it")
         return
     weights = job.trainer.message.weights
@@ -55,7 +55,7 @@ def message(case: Case) -> Iterator[Result]:
 def memory(case: Case) -> Iterator[Result]:
     """Check that the message is plain device memory and that batches equal those on the CPU."""
     what = "message is plain cudaMalloc memory"
-    if memory_of(torch.empty(0, device=case.device).device).name != "cupy":
+    if memory_of(torch.empty(0, device=case.device).device)[0] != "cupy":
         yield not_run(what, "CuPy does not allocate it")
     else:
         yield attempt(what, plain_memory, case)

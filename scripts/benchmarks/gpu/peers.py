@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.data.loader import Batch
 from hpctrain.errors import UsageError
 from hpctrain.models import build
-from hpctrain.parallel.device import pinned, place, torch_settings
+from hpctrain.parallel.device import place, torch_settings
 from hpctrain.parallel.memory import zeros_for_messages
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.parallel.transport import Pinned
@@ -160,7 +160,7 @@ def staging(case: Case) -> Iterator[Result]:
     """
     device, numbers = torch.device(case.device), case.size(NUMBERS, NUMBERS // 100)
     vector = zeros_for_messages(numbers, torch.float32, device)
-    host = pinned(numbers, torch.float32, device)
+    host = torch.zeros(numbers, pin_memory=device.type == "cuda")
     transport = Pinned(start_mpi())
 
     def copies(number: int) -> None:
