@@ -97,15 +97,16 @@ def check_forward(
     names = set(model.state_dict())
     try:
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            scores = model(images)
+            checked_output(model, images, output)
+    except UsageError:
+        raise
     except Exception as error:
         hint = size_hint(own_input(model).get("input_size"), image_shape)
         raise UsageError(
             f"the network cannot take images of {width}x{height}x{channels} (width, height,"
             f" channels): {one_line(error)}{hint}"
         ) from error
-    check_names(model, names)
-    checked_output(scores, 2, output, "evaluation")
+    check_names(names, model.state_dict())
 
 
 @contextmanager
@@ -124,33 +125,34 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_names(model: nn.Module, before: Iterable[str]) -> None:
-    """Raise UsageError if the state dict has gained a name that is not in `before`.
+def check_names(before: Iterable[str], after: Iterable[str]) -> None:
+    """Raise UsageError if a forward pass has made tensors: names `after` that are not in `before`.
 
-    A weight file with a tensor created in the first forward pass could not be loaded again.
+    Other ranks might not have them, and a weight file with one could not be loaded again.
     """
-    for name in sorted(set(model.state_dict()).difference(before)):
+    if made := sorted({*after}.difference(before)):
         raise UsageError(
-            f"{name} of the network is not there before its first forward pass, so its weights"
-            " could not be read again: make it in __init__ (a buffer with persistent=False may"
-            " come later)"
+            f"{made[0]} of the network is not there before its first forward pass, so other ranks"
+            " may lack it, and its weights could not be read again: make it in __init__ (a buffer"
+            " with persistent=False may come in evaluation mode)"
         )
 
 
-def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) -> Tensor:
-    """Return a network's output for `rows` images if it is a tensor of shape (rows, *output).
+def checked_output(model: nn.Module, images: Tensor, output: tuple[int, ...]) -> Tensor:
+    """Return the output for `images` (n, C, H, W) if it is a tensor of shape (n, *output).
 
     `output` is (classes,) for classification and (C, H, W) for the restoration of images. Raises
     UsageError otherwise.
     """
+    found, n, mode = model(images), len(images), "training" if model.training else "evaluation"
     if not isinstance(found, Tensor):
         kind = type(found).__name__
         raise UsageError(f"the network must return a tensor, not {kind}, in {mode} mode")
-    if found.shape != (rows, *output):
+    if found.shape != (n, *output):
         needs = f"the data has {output[0]} classes" if len(output) == 1 else "an image is learnt"
         raise UsageError(
-            f"the network gives an output of shape {tuple(found.shape)} for {rows} images in"
-            f" {mode} mode; {needs}, so it must give {(rows, *output)}"
+            f"the network gives an output of shape {tuple(found.shape)} for {n} images in {mode}"
+            f" mode; {needs}, so it must give {(n, *output)}"
         )
     return found
 

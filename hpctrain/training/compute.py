@@ -1,11 +1,9 @@
-"""The computation of a step: gradients by forward and backward, and the update of the weights.
+"""The computation of a step: gradients by forward and backward, added to the message.
 
-    Eager     kernels launched one by one
-    Compiled  the same with the kernels of torch.compile (--compile)
-    Graphs    the kernels of either recorded once per shape and then launched together
-              (--cuda-graphs): with small batches, a GPU otherwise waits for the host
-
-Each of them adds the gradients of loss / total to the message.
+Eager     kernels launched one by one
+Compiled  the same with the kernels of torch.compile (--compile)
+Graphs    the kernels of either recorded once per shape and then launched together
+          (--cuda-graphs): with small batches, a GPU otherwise waits for the host
 """
 
 from __future__ import annotations
@@ -27,22 +25,19 @@ from hpctrain.streams import GraphRecorder
 Pair = tuple[Tensor, Tensor]  # sum of the samples' losses, number of correct ones, on the device
 # model, inputs (n, C, H, W), targets
 Loss = Callable[[nn.Module, Tensor, Tensor], Pair]
-# inputs, targets and number of samples in the global batch; adds the gradients to the message
+# inputs, targets, samples in the global batch; adds the gradients of loss / samples to the message
 Backward = Callable[[Tensor, Tensor, int], Pair]
-
 WARM = 3  # batches of a shape before it is recorded, in which libraries choose their algorithms
-MOST_GRAPHS = 8  # shapes; a run has few: full batches, and the last ones of an epoch
 
 
 class Eager:
-    """Launches forward and backward kernel by kernel."""
+    """A `Backward` that launches its kernels one by one."""
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
         self._model, self._loss, self._message = model, loss, message
         self._shares: dict[int, Tensor] = {}  # 1 / total, for the two totals that a run has
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """Compute the gradients; see `Backward`."""
         loss, correct = self._loss(self._model, inputs, targets)
         if total not in self._shares:
             self._shares[total] = torch.full_like(loss, 1 / total, requires_grad=False)
@@ -56,9 +51,10 @@ class Eager:
 
 
 class Compiled(Eager):
-    """Runs the model compiled by torch.compile, separately for every shape.
+    """A `Backward` of a model that torch.compile compiles for every shape separately.
 
-    The code that runs thus does not depend on which shape came first.
+    The code that runs thus does not depend on which shape came first. Raises RunError if compiling
+    fails.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
@@ -69,17 +65,19 @@ class Compiled(Eager):
         super().__init__(cast(nn.Module, made), loss, message)
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """Compute the gradients; see `Backward`. Raises RunError if compiling the model fails."""
         try:
             return super().__call__(inputs, targets, total)
         except torch._dynamo.exc.TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)
-            text = f"--compile: torch cannot compile this model here: {first_line(cause)}"
-            raise RunError(text) from error
+            cause = first_line(getattr(error, "inner_exception", error))
+            raise RunError(f"--compile: torch cannot compile this model here: {cause}") from error
 
 
 class Graphs:
-    """Records forward and backward as a graph for every frequent shape, and replays it."""
+    """A `Backward` that records another as a graph for every shape, and replays it.
+
+    The next call overwrites the results. Raises RunError if a step cannot be recorded, for example
+    because it reads a number from the device.
+    """
 
     def __init__(self, backward: Backward, record: GraphRecorder) -> None:
         self._backward, self._record = backward, record
@@ -88,25 +86,18 @@ class Graphs:
         self._graphs: dict[tuple, tuple[Pair, Pair, Callable[[], None]]] = {}
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """Compute the gradients; see `Backward`. The next call overwrites the results.
-
-        Raises RunError if a step cannot be recorded, for example because it reads a number from
-        the device.
-        """
         shape = *((t.shape, t.stride(), t.dtype) for t in (inputs, targets)), total
         if shape not in self._graphs:
             self._seen[shape] += 1
-            if self._seen[shape] <= WARM or len(self._graphs) == MOST_GRAPHS:
+            if self._seen[shape] <= WARM:
                 return self._record.warm_up(partial(self._backward, inputs, targets, total))
             own = inputs.clone(), targets.clone()  # strides are kept
             try:
                 graph = self._record(partial(self._backward, *own, total))
             except RuntimeError as error:
                 # The error at the end of a recording hides that of the operation which failed.
-                words = first_line(error.__context__ or error)
-                raise RunError(
-                    f"--cuda-graphs: this network's step cannot be recorded: {words}; do without"
-                ) from error
+                words = f"cannot be recorded: {first_line(error.__context__ or error)}; do without"
+                raise RunError(f"--cuda-graphs: this network's step {words}") from error
             self._graphs[shape] = (own, *graph)
         own, found, launch = self._graphs[shape]
         for buffer, tensor in zip(own, (inputs, targets), strict=True):
@@ -122,14 +113,10 @@ def make_backward(
 
     Raises UsageError for graphs without a GPU, and for compiling on CPUs without a C++ compiler.
     """
-    device = message.device
+    device, compiler = message.device, os.environ.get("CXX", "g++")  # as torch.compile looks for it
     if graphs and device.type != "cuda":
         raise UsageError("--cuda-graphs is for GPUs: this rank computes on the CPU")
-    compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
     if compiled and device.type == "cpu" and shutil.which(compiler) is None:
-        raise UsageError(
-            f"--compile needs a C++ compiler on CPUs, and there is no {compiler}: install it, or"
-            " name another in CXX"
-        )
+        raise UsageError(f"--compile needs a C++ compiler on CPUs; CXX={compiler} is not there")
     backward = (Compiled if compiled else Eager)(model, loss, message)
     return Graphs(backward, GraphRecorder(device)) if graphs else backward

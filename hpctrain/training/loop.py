@@ -26,7 +26,7 @@ from hpctrain.streams import record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.run import NO_SUMS, EndReason, NonFinite, Run, Sums
-from hpctrain.training.trainer import MOST_LISTED, as_hex, describe_divergence
+from hpctrain.training.trainer import MOST_LISTED, describe_divergence
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
 
@@ -237,15 +237,9 @@ def compare_ranks(run: Run) -> None:
     smallest, largest = minimum(comm, digest, ~digest)
     if smallest != ~largest:
         held = allgather(comm, trainer.checksums())
-        differ = [
-            name.removeprefix("model.")
-            for name in held[0]
-            if len({each.get(name) for each in held}) > 1
-        ]
-        who = describe_divergence(allgather(comm, digest), state.step)
-        raise agreed(RunError(f"{who}; they differ in {listed(differ, 3)}"))
+        raise agreed(RunError(describe_divergence(held, state.step)))
     if state.compared < state.step:
-        run.recorder.digest(state.step, as_hex(digest))
+        run.recorder.digest(state.step, f"{digest % 2**64:016x}")
         state.compared = state.step
 
 

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hpctrain.config import Config, learning_rate_factors, patterns
 from hpctrain.errors import UsageError
-from hpctrain.parallel.message import Group, Message
+from hpctrain.parallel.message import Group
 from hpctrain.plan import Plan
 from hpctrain.text import listed
 
@@ -39,34 +39,28 @@ def make_optimizer(
 
     sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v. adam and adamw: torch's defaults for
     betas (0.9, 0.999) and eps (1e-8). Each group has its own weight decay and factor of the
-    learning rate, which `set_learning_rate` changes.
+    learning rate, which `set_learning_rate` changes. All state is there from the beginning, zero.
     """
-    common = {"lr": lr, "fused": True}
     given = [
         {"params": [weights], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay}
         for weights, group in groups
     ]
-    if name == "adam":
-        return _without_compiler(Adam)(given, **common)
-    if name == "adamw":
-        return _without_compiler(AdamW)(given, **common)
-    optimizer = _without_compiler(SGD)(given, momentum=config.momentum, **common)
-    if config.momentum:
-        # Without this, a skipped first step leaves torch's new momentum buffer uninitialised, and
-        # the second step adds it to the weights.
-        for parameter, _ in groups:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    base: type[Any] = {"sgdm": SGD, "adam": Adam, "adamw": AdamW}[name]
+    own = {"momentum": config.momentum} if name == "sgdm" else {}
+    # Without torch's decorators: they import the compiler on each rank even if nothing is compiled,
+    # which takes longer than importing torch itself.
+    methods = {"step": torch.no_grad()(inspect.unwrap(base.step))}
+    methods["add_param_group"] = inspect.unwrap(base.add_param_group)
+    kind: type[Any] = type(name, (base,), methods)
+    optimizer: Optimizer = kind(given, lr=lr, fused=True, **own)
+    # A step that is skipped creates the state. torch leaves a momentum buffer uninitialised then.
+    gate_update(optimizer, torch.ones((), device=groups[0][0].device))
+    optimizer.step()
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
     return optimizer
-
-
-def _without_compiler(kind: type[Optimizer]) -> type[Any]:
-    """Return the optimizer class without torch's decorators.
-
-    They import the compiler on each rank even if nothing is compiled, which takes longer than
-    importing torch itself.
-    """
-    step, add = torch.no_grad()(inspect.unwrap(kind.step)), inspect.unwrap(kind.add_param_group)
-    return type(kind.__name__, (kind,), {"step": step, "add_param_group": add})
 
 
 def learning_rate(config: Config, plan: Plan, step: int) -> float:
@@ -108,9 +102,9 @@ def one_cycle(most: float, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Use `lr` from the next step on, times the factor "lr_scale" of each group that has one."""
+    """Use `lr` from the next step on, times the factor "lr_scale" of each group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        group["lr"] = lr * group["lr_scale"]
 
 
 def gate_update(optimizer: Optimizer, skipped: Tensor) -> None:
@@ -134,27 +128,16 @@ def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
     return norm
 
 
-def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
-    """Return the names that match a pattern. Raises UsageError if there is none."""
-    found = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
-    if not found:
-        tops = listed(dict.fromkeys(name.partition(".")[0] for name in names), 12)
-        raise UsageError(
-            f"{flag} {pattern}: no name in the network matches; the network has {tops}"
-        )
-    return found
-
-
-def freeze(model: nn.Module, names: str | None) -> list[nn.Parameter]:
-    """Freeze what the patterns of --freeze match, and return the parameters that it froze.
+def freeze(model: nn.Module, names: str | None) -> str:
+    """Freeze what the patterns of --freeze match, and return a note on it; "" without patterns.
 
     A batch-norm layer whose running statistics match is in evaluation mode from then on: it
     normalises with them and does not change them. Raises UsageError if a pattern matches nothing,
     or if nothing remains to be trained.
     """
     if names is None:
-        return []
-    first = _first_names(model)
+        return ""
+    first = first_names(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     known = [*dict.fromkeys([*model.state_dict(), *first])]
     found = set().union(*(select("--freeze", each, known) for each in patterns(names, "--freeze")))
@@ -168,25 +151,11 @@ def freeze(model: nn.Module, names: str | None) -> list[nn.Parameter]:
     for name, module in model.named_modules():
         if f"{name}.running_mean".lstrip(".") in matched:
             module.eval()
-    return frozen
-
-
-def describe_frozen(frozen: Sequence[nn.Parameter], message: Message) -> str:
-    """Return a note on the `frozen` parameters and the message without them; "" if none is."""
-    if not frozen:
-        return ""
+    size = sum(parameter.nbytes for parameter in frozen) / 1e6
     return (
-        f"--freeze: {len(frozen)} of {len(message.parameters)} parameters are frozen: the message"
-        f" of a step has {message.tensor.nbytes / 1e6:,.3f} MB, without the"
-        f" {sum(p.nbytes for p in frozen) / 1e6:,.3f} MB of their gradients"
+        f"--freeze: {len(frozen)} of {len({*first.values()})} parameters are frozen: the message of"
+        f" a step is without the {size:,.3f} MB of their gradients"
     )
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return the name by which `named_parameters` yields each parameter, tied ones by any name."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in every}
 
 
 def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
@@ -194,13 +163,19 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
 
     Raises UsageError if a pattern matches nothing.
     """
-    first = _first_names(model)
+    first = first_names(model)
     scales = dict.fromkeys(first.values(), 1.0)
-    if config.lr_factors:
-        for pattern, factor in learning_rate_factors(config.lr_factors):
-            matched = select("--lr-factors", pattern, [*first])
-            scales |= {first[name]: factor for name in matched}
-    undecayed = {first[name] for name in _undecayed(model, config.no_decay, [*first])}
+    for pattern, factor in learning_rate_factors(config.lr_factors) if config.lr_factors else ():
+        scales |= {first[name]: factor for name in select("--lr-factors", pattern, [*first])}
+    undecayed: set[str] = set()
+    for pattern in patterns(config.no_decay, "--no-decay") if config.no_decay else ():
+        if pattern == "norm":
+            undecayed |= names_of_norms(model)
+        elif pattern == "bias":
+            undecayed |= {name for name in first if name.endswith("bias")}
+        else:
+            undecayed |= select("--no-decay", pattern, [*first])
+    undecayed = {first[name] for name in undecayed}
     return {
         name: Group(scales[name], 0.0 if name in undecayed else config.weight_decay)
         for name, parameter in model.named_parameters()
@@ -208,20 +183,24 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
     }
 
 
-def _undecayed(model: nn.Module, given: str | None, names: Sequence[str]) -> set[str]:
-    """Return the parameters that --no-decay names, by kind of layer or by pattern."""
-    found: set[str] = set()
-    for pattern in patterns(given, "--no-decay") if given else ():
-        if pattern == "norm":
-            found |= _of_normalization(model)
-        elif pattern == "bias":
-            found |= {name for name in names if name.endswith("bias")}
-        else:
-            found |= select("--no-decay", pattern, names)
+def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
+    """Return the names that match a pattern. Raises UsageError if there is none."""
+    found = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+    if not found:
+        tops = listed(dict.fromkeys(name.partition(".")[0] for name in names), 12)
+        text = f"{flag} {pattern}: no name in the network matches; the network has {tops}"
+        raise UsageError(text)
     return found
 
 
-def _of_normalization(model: nn.Module) -> set[str]:
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the name by which `named_parameters` yields each parameter, tied ones by any name."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every}
+
+
+def names_of_norms(model: nn.Module) -> set[str]:
     """Return the names of all parameters of normalization layers, torch's own and others."""
     kinds = _NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
     return {

@@ -13,9 +13,11 @@ buffers are compared. State that begins to change later is not seen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpctrain.config import Config
 from hpctrain.data.loader import Prepare, read_samples
@@ -31,7 +33,6 @@ from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torc
 from hpctrain.text import listed
 from hpctrain.training.input import FIRST_ROWS
 
-Tensor = torch.Tensor
 ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number
 
 
@@ -44,9 +45,7 @@ def probe_model(
     combined over shards, for what changes from call to call and, with --deterministic, for
     operations without a deterministic form.
     """
-    model, names = norms.model, set(norms.model.state_dict())
-    buffers = {name for name, _ in model.named_buffers()}
-    rows = np.arange(min(FIRST_ROWS, len(source)))
+    model, rows = norms.model, np.arange(min(FIRST_ROWS, len(source)))
     try:
         images = read_samples(source, rows, prepare)
     except RunError as error:
@@ -55,24 +54,18 @@ def probe_model(
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)
     check_task(task, model, inputs, targets)
-    shape = output_shape(config.task, source.image_shape, task.classes)
-
-    def checked(inputs: Tensor) -> Tensor:
-        mode = "training" if model.training else "evaluation"
-        return checked_output(model(inputs), len(inputs), shape, mode)
+    checked = partial(
+        checked_output, model, output=output_shape(config.task, source.image_shape, task.classes)
+    )
 
     def forward(inputs: Tensor) -> Tensor:
         return network_output(checked, inputs, task.precision).detach()
 
     torch.manual_seed(key)
+    names = {*model.state_dict(), *dict(model.named_buffers())}
     with name_refused_operation(UsageError):
         probe = norms.probe(lambda: forward(inputs), len(rows))
-        check_names(model, names)
-        if made := [name for name, _ in model.named_buffers() if name not in buffers]:
-            raise UsageError(
-                f"the network's buffer {made[0]} is made in its first pass in training mode, which"
-                " other ranks do later: make it in __init__"
-            )
+        check_names(names, {*model.state_dict(), *dict(model.named_buffers())})
         # only in backward torch refuses some operations, and checkpoints run layers again
         loss, _ = task(model, inputs[:2], targets[:2])
         loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
@@ -98,20 +91,24 @@ def check_repeats(
     `inputs` are samples (n, C, H, W). Batch norm's statistics and torch's generators are restored.
     Raises UsageError that names what differs.
     """
-    first, other, before, outputs = inputs[:ROWS], inputs[-ROWS:], _copy_buffers(norms), []
+
+    def bits(tensor: Tensor) -> tuple[object, ...]:
+        return tensor.dtype, tensor.shape, as_bytes(tensor).numpy().tobytes()
+
+    def buffers() -> dict[str, tuple[object, ...]]:
+        named = norms.model.named_buffers()
+        return {f"buffer {name}": bits(buffer) for name, buffer in named if not norms.owns(buffer)}
+
+    first, other, before, outputs = inputs[:ROWS], inputs[-ROWS:], buffers(), []
     with fork_rng(inputs.device):
         for samples, seed in ((first, key), (other, key + 1), (first, key)):
             norms.restore()
             seed_torch(seed, inputs.device)
             outputs.append(forward(samples))
     norms.restore()
-    after = _copy_buffers(norms)
-    changed = [
-        f"buffer {name}"
-        for name in {**before, **after}
-        if name not in before or name not in after or not _same_bits(before[name], after[name])
-    ]
-    if exact and not _same_bits(outputs[0], outputs[2]):
+    after = buffers()
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if exact and bits(outputs[0]) != bits(outputs[2]):
         changed.append("output (does it draw random numbers from elsewhere than torch?)")
     if changed:
         raise UsageError(
@@ -119,13 +116,3 @@ def check_repeats(
             " equal images and random numbers: what is learnt would depend on how many each rank"
             " does. Only batch norm may change buffers"
         )
-
-
-def _copy_buffers(norms: BatchNorms) -> dict[str, Tensor]:
-    named = norms.model.named_buffers()
-    return {name: buffer.detach().clone() for name, buffer in named if not norms.owns(buffer)}
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    same = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return same and torch.equal(as_bytes(one), as_bytes(other))

@@ -167,7 +167,7 @@ class Run:
 
     def close(self) -> None:
         """Release the hooks and the threads, and close all splits, after the last step."""
-        self.trainer.close()
+        self.trainer.reduce.close()
         self.loader.close()
         self.input.close()
 

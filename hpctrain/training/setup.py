@@ -38,7 +38,7 @@ from hpctrain.parallel.transport import open_device, open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.text import brief, listed
 from hpctrain.training.input import FIRST_ROWS, check_data, check_memory, open_input, open_pack
-from hpctrain.training.optimizer import describe_frozen, freeze
+from hpctrain.training.optimizer import freeze
 from hpctrain.training.probe import probe_model
 from hpctrain.training.run import Progress, Run
 from hpctrain.training.scaling import choose_scaling
@@ -135,7 +135,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         plan.epochs,
         ReadOptions(buffer, config.random_crop, device),
     )
-    texts = sharing, init, why, describe_frozen(frozen, trainer.message), kept
+    texts = sharing, init, why, frozen, kept
     return Run(
         config=config,
         plan=plan,

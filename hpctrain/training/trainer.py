@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpctrain import __version__
 from hpctrain.config import Config
@@ -46,7 +46,7 @@ from hpctrain.training.optimizer import (
 
 NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that define a network
 MOST_LISTED = 16  # ranks in an error
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by element size; others: int64
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
 
@@ -87,11 +87,9 @@ class Trainer:
         with on_all(comm):
             self.backward = make_backward(model, task, message, config.compile, config.cuda_graphs)
         broadcast(comm, message.weights)
-        in_order = runs if plan.deterministic else None
+        in_order, dtype = runs if plan.deterministic else None, plan.comm_dtype
         with on_all(comm):
-            self.reduce = choose_reduce(
-                comm, message, in_order, plan.comm_dtype, transport, config.overlap
-            )
+            self.reduce = choose_reduce(comm, message, in_order, dtype, transport, config.overlap)
         self.optimizer = make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups)
         self.clip_norm = config.clip_norm
         #: Number of steps that are started before the totals of one are read.
@@ -155,7 +153,7 @@ class Trainer:
             self.average.update()
         return report
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return everything that steps change, by name, without copying.
 
         These are weights, optimizer state and running statistics.
@@ -164,54 +162,41 @@ class Trainer:
         for number, (weights, _) in enumerate(self.message.groups):
             group = f"{number}." if len(self.message.groups) > 1 else ""
             for name, value in sorted(self.optimizer.state[weights].items()):
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     found[f"optimizer.{group}{name}"] = value
-        norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
-        found |= {f"norms.{name}": tensor for name, tensor in norms.items()}
+        found |= {f"norms.{n}": getattr(self.norms, n) for n in ("running", "shift", "updates")}
         if self.average is not None:
             found |= {"ema.weights": self.average.weights, "ema.running": self.average.running}
         return found
 
-    def constants(self) -> dict[str, torch.Tensor]:
-        """Return what no step changes, by name, without copying.
+    def state(self) -> dict[str, Tensor]:
+        """Return all tensors that a run resumes from, by name, without copying.
 
-        These are frozen parameters, and buffers other than batch norm's running statistics.
+        Besides `tensors` these are, prefixed with "model.", those that no step changes: buffers
+        other than batch norm's running statistics, and frozen parameters.
         """
         found = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
-        return found | {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return all tensors that a run resumes from; `constants` are prefixed with "model."."""
-        constants = {f"model.{name}": tensor for name, tensor in self.constants().items()}
-        return self.tensors() | constants
+        found |= {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
+        return self.tensors() | {f"model.{name}": tensor for name, tensor in found.items()}
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of `state` into those of the run, in place.
 
         Raises ValueError if one is missing, unknown, or of another shape or type.
         """
-        own, groups = self.state(), self.message.groups
-        homes = {str(n) if len(groups) > 1 else "": group for n, (group, _) in enumerate(groups)}
-        places = {name: own[name] for name in own if not name.startswith("optimizer.")}
+        state = self.state()
         for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            number, _, entry = rest.rpartition(".")
-            # some optimizers create their state in the first step
-            weights = homes.get(number) if kind == "optimizer" else None
-            expected = places.get(name) if weights is None else weights if tensor.ndim else tensor
-            if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+            own = state.pop(name, None)
+            if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
                 has = f"{tuple(tensor.shape)} of {tensor.dtype}"
                 raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
-            if weights is not None:
-                self.optimizer.state[weights][entry] = tensor.to(self.message.device)
-            else:
-                places[name].copy_(tensor)
-        if missing := [name for name in places if name not in tensors]:
-            raise ValueError(f"it lacks the tensor {missing[0]!r}")
+            own.copy_(tensor)
+        if state:
+            raise ValueError(f"it lacks the tensor {next(iter(state))!r}")
         self.norms.restore()
 
-    def checksum(self) -> torch.Tensor:
+    def checksum(self) -> Tensor:
         """Return the digest of all state that must be equal on all ranks: an int64 on the device.
 
         That is weights, optimizer state, running statistics, buffers and frozen parameters.
@@ -223,26 +208,19 @@ class Trainer:
 
     def checksums(self) -> dict[str, int]:
         """Return the digest of each tensor, weights by parameter (synchronizes with the device)."""
-        model, tensors = self.model, self.tensors()
         self.norms.restore()  # the buffers may hold the statistics of an earlier step
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in NETWORK}
-        named = (*model.named_parameters(), *model.named_buffers())
-        tensors |= {f"model.{name}": tensor for name, tensor in named}
+        tensors = dict((*self.model.named_parameters(), *self.model.named_buffers()))
+        tensors |= {name: t for name, t in self.tensors().items() if name not in NETWORK}
         return {name: int(tensor_checksum(tensor)) for name, tensor in tensors.items()}
 
     def digest(self, figures: str) -> str:
         """Return the digest of a run (hex): model and optimizer state, chain of `figures`."""
-        memory = (t for name, t in self.tensors().items() if name.startswith("optimizer."))
-        found = hash_tensors(memory)
+        found = hash_tensors(t for n, t in self.tensors().items() if n.startswith("optimizer."))
         for name, tensor in sorted(self.model.state_dict().items()):
             found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             found.update(hash_tensors([tensor]).digest())
         found.update(figures.encode())
-        return str(found.hexdigest())
-
-    def close(self) -> None:
-        """Release the hooks and the thread of the reduction, after the last step."""
-        self.reduce.close()
+        return found.hexdigest()
 
 
 class Average:
@@ -258,22 +236,21 @@ class Average:
 
     def __init__(self, message: Message, norms: BatchNorms, decay: float) -> None:
         self._message, self._norms, self._decay = message, norms, decay
-        self.weights, self.running = (tensor.clone() for tensor in self._network())
-
-    def _network(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._message.weights.data, self._norms.running
+        network = (message.weights.data, norms.running)
+        self.weights, self.running = (tensor.clone() for tensor in network)
+        self._pairs = tuple(zip((self.weights, self.running), network, strict=True))
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the weights after a step; nothing changes if that step was skipped."""
         share = (1 - self._decay) * (1 - self._message.skipped)
-        for own, current in zip((self.weights, self.running), self._network(), strict=True):
+        for own, current in self._pairs:
             own.lerp_(current, share)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the average with the network in the model."""
-        for own, current in zip((self.weights, self.running), self._network(), strict=True):
+        for own, current in self._pairs:
             kept = current.clone()
             current.copy_(own)
             own.copy_(kept)
@@ -289,7 +266,7 @@ class Average:
             self.swap()
 
 
-def hash_tensors(tensors: Iterable[torch.Tensor]) -> Any:
+def hash_tensors(tensors: Iterable[Tensor]) -> hashlib._Hash:
     """Return the SHA-256 of the tensors' bytes, one tensor after another."""
     found = hashlib.sha256()
     for tensor in tensors:
@@ -297,16 +274,15 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> Any:
     return found
 
 
-def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
+def tensor_checksum(tensor: Tensor) -> Tensor:
     """Return the sum over i of word i x ((i x FACTOR) | 1), modulo 2^64, as an int64 on the device.
 
     The words are the bits of the elements, in the order of `flatten`. The order of additions does
     not matter, since they are integers. The factors are odd, so a single word that differs always
     changes the sum; several cancel with a probability of about 2^-64.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().flatten()
-    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-    words = flat.view(WORDS[flat.element_size()])
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    words = flat.view(WORDS.get(flat.element_size(), torch.int64))
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     step = AT_ONCE[tensor.device.type]
     for start in range(0, len(words), step):
@@ -316,26 +292,15 @@ def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def as_hex(digest: int) -> str:
-    """Return a digest as it is recorded: 16 hexadecimal digits."""
-    return f"{digest % 2**64:016x}"
-
-
-def describe_divergence(values: list[int], step: int) -> str:
-    """Say which ranks' digests after `step`, given by rank, are not that of most ranks."""
-    usual, count = Counter(values).most_common(1)[0]
-    cause = "a fault of memory or GPU there, or something that changes the model outside the step"
-    if 2 * count <= len(values):
-        found = listed(map(as_hex, values), MOST_LISTED)
-        return (
-            f"after step {step} the ranks did not hold the same weights (digests by rank: {found}),"
-            f" and no more than half agree: {cause}"
-        )
-    odd = [rank for rank, value in enumerate(values) if value != usual]
+def describe_divergence(held: Sequence[Mapping[str, int]], step: int) -> str:
+    """Say which ranks and tensors differ after `step`, given the `checksums` of each rank."""
+    usual = max(held, key=held.count)
+    odd = [rank for rank, each in enumerate(held) if each != usual]
+    names = [name for name in usual if any(each.get(name) != usual[name] for each in held)]
     return (
         f"after step {step} rank{'s' if len(odd) > 1 else ''} {listed(odd, MOST_LISTED)} of"
-        f" {len(values)} held other weights than the rest (digest {as_hex(values[odd[0]])}, not"
-        f" {as_hex(usual)}): {cause}"
+        f" {len(held)} held other weights than rank {held.index(usual)}: a fault of memory or GPU,"
+        f" or something that changes the model outside the step; they differ in {listed(names, 3)}"
     )
 
 

@@ -21,7 +21,7 @@ REFUSED = {
     "counting_buffer": "buffer late",
     "evaluation_buffer": "buffer late",
     "made_later": "buffer mask",
-    "made_in_training": "buffer mask is made in its first pass in training",
+    "made_in_training": "mask of the network is not there before",
     "tuple": "tuple",
     "none": "mask of the network is not there before",
     "none_in_training": "mask of the network is not there before",
