@@ -4,7 +4,7 @@
     pack of pixels                   raw     offset + i * image bytes
     pack of JPEG files               jpeg    bytes offsets[i] to offsets[i + 1]
     external HDF5 file, contiguous   raw     offset + rows[i] * image bytes
-    external HDF5 file, otherwise    h5py    row rows[i], in slabs (``hdf5.py``)
+    external HDF5 file, otherwise    h5py    row rows[i] (``hdf5.py``)
 
 So a contiguous dataset of any HDF5 file is read like a pack: at an offset, by preadv(2), without
 HDF5. This holds neither the library's lock nor the interpreter's, takes 1 to 2 microseconds per
@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -34,13 +33,12 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
-    from hpctrain.data.hdf5 import Slabs
+    from hpctrain.data.hdf5 import Rows
     from hpctrain.data.images import Crop
 
 IOV_MAX = 1024  # most buffers of one preadv(2)
 READ_AHEAD = 128 << 10  # bytes of one request; Linux may read only so much of a longer one
 MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
-GATHER_ROWS = 1 << 16  # rows gathered at a time: their Python lists take 40 bytes per row
 PIECE_ROWS = 1 << 20  # labels that are read at a time from a whole split
 PROBED = 16  # images of an external file by which it is recognised
 TASK_FILES = 8  # JPEG files that a thread decodes at a time
@@ -61,13 +59,12 @@ class File:
 
     def __init__(self, path: str, size: int) -> None:
         """Open the file. Raises UsageError if it cannot be opened or is not `size` bytes long."""
-        self.path, self.descriptor = path, -1
+        self.path, self._descriptor = path, -1
         try:
-            self.descriptor = os.open(path, os.O_RDONLY)
+            self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
-        there = os.fstat(self.descriptor).st_size
-        if size != there:
+        if (there := os.fstat(self._descriptor).st_size) != size:
             self.close()
             raise UsageError(
                 f"{path} has {there:,} bytes here, but {size:,} when it was checked: give every"
@@ -76,24 +73,24 @@ class File:
 
     def read(self, buffers: list[memoryview], offset: int) -> None:
         """Fill all buffers with consecutive bytes from `offset` on. Raises RunError."""
-        while buffers:
+        done = 0  # buffers that are full
+        while done < len(buffers):
             try:
-                count = os.preadv(self.descriptor, buffers[:IOV_MAX], offset)
+                count = os.preadv(self._descriptor, buffers[done : done + IOV_MAX], offset)
             except OSError as error:
                 raise RunError(
                     f"{self.path}: reading at byte {offset:,} failed: {error.strerror}"
                 ) from None
-            if count == 0 and any(len(buffer) for buffer in buffers):
-                missing = sum(len(buffer) for buffer in buffers)
+            if count == 0 and len(buffers[done]):
                 raise RunError(
-                    f"{self.path} ends at byte {offset:,}, {missing:,} bytes before the end of the"
-                    " samples asked for: it was cut short while in use"
+                    f"{self.path} ends at byte {offset:,}: it was cut short while in use"
                 )
             offset += count
-            while buffers and count >= len(buffers[0]):
-                count -= len(buffers.pop(0))
-            if buffers:
-                buffers[0] = buffers[0][count:]
+            while done < len(buffers) and count >= len(buffers[done]):
+                count -= len(buffers[done])
+                done += 1
+            if count:
+                buffers[done] = buffers[done][count:]
 
     def gather(
         self, offset: int, indices: np.ndarray, out: memoryview, ahead: bool = False
@@ -106,33 +103,25 @@ class File:
         """
         if len(indices) == 0:
             return
-        row_bytes = len(out) // len(indices)
+        size = len(out) // len(indices)
         order = np.argsort(indices, kind="stable")
-        for begin in range(0, len(order), GATHER_ROWS):
-            part = order[begin : begin + GATHER_ROWS]
-            starts = offset + indices[part] * row_bytes
-            self._gather_ascending(starts, part.tolist(), row_bytes, out, ahead)
-
-    def _gather_ascending(
-        self, starts: np.ndarray, places: list[int], row_bytes: int, out: memoryview, ahead: bool
-    ) -> None:
-        """Read rows at ascending offsets `starts` (n,) into the parts `places` (n,) of `out`."""
-        cuts = (np.flatnonzero(np.diff(starts) != row_bytes) + 1).tolist()
+        starts, places = offset + indices[order] * size, order.tolist()
+        cuts = (np.flatnonzero(np.diff(starts) != size) + 1).tolist()
         runs = [*zip([0, *cuts], [*cuts, len(places)], starts[[0, *cuts]].tolist(), strict=True)]
         for start, stop, at in runs if ahead else ():
-            self.read_ahead(at, (stop - start) * row_bytes)
+            self.read_ahead(at, (stop - start) * size)
         for start, stop, at in runs:
             first, count = places[start], stop - start
             if count == 1 or places[start:stop] == list(range(first, first + count)):
-                part = out[first * row_bytes : (first + count) * row_bytes]
+                part = out[first * size : (first + count) * size]
                 try:
-                    if os.preadv(self.descriptor, (part,), at) == len(part):
+                    if os.preadv(self._descriptor, (part,), at) == len(part):
                         continue  # nearly always
                 except OSError:
                     pass  # `read` reports the reason
                 buffers = [part]
             else:
-                buffers = [out[i * row_bytes : (i + 1) * row_bytes] for i in places[start:stop]]
+                buffers = [out[i * size : (i + 1) * size] for i in places[start:stop]]
             self.read(buffers, at)
 
     def read_ahead(self, offset: int, size: int) -> None:
@@ -140,13 +129,13 @@ class File:
         with suppress(OSError):  # of a file system that cannot do it
             for start in range(offset, offset + size, READ_AHEAD):
                 part = min(READ_AHEAD, offset + size - start)
-                os.posix_fadvise(self.descriptor, start, part, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._descriptor, start, part, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the file."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class Column:
@@ -156,13 +145,13 @@ class Column:
         """The numbers are stored in the file, or already in memory."""
         self._file, self._stored = file, stored
         # The first sample and the numbers from it on. One attribute: threads may read it meanwhile.
-        self._held = 0, stored if isinstance(stored, np.ndarray) else np.empty(0)
+        self._held = 0, stored if isinstance(stored, np.ndarray) else np.empty(0, stored.dtype)
 
     def hold(self, samples: range) -> None:
         """Keep the numbers of `samples` in memory; drop others. Raises RunError."""
         if isinstance(self._stored, Stored):
             numbers = np.empty(len(samples), self._stored.dtype)
-            offset = self._stored.place + samples.start * self._stored.row_bytes
+            offset = self._stored.place + samples.start * numbers.itemsize
             self._file.read([as_bytes(numbers)], offset)
             self._held = samples.start, numbers
 
@@ -170,8 +159,9 @@ class Column:
         """Return the numbers of these samples, (n,). Raises RunError if they cannot be read."""
         first, held = self._held
         places = indices - first
-        low, high = places.min(initial=len(held)), places.max(initial=0)
-        if isinstance(self._stored, np.ndarray) or 0 <= low <= high < len(held):
+        if not isinstance(self._stored, Stored) or (
+            places.min(initial=0) >= 0 and places.max(initial=0) < len(held)
+        ):
             return held[places]
         numbers = np.empty(len(indices), self._stored.dtype)
         self._file.gather(self._stored.place, indices, as_bytes(numbers))
@@ -200,22 +190,27 @@ class Split:
         self.pack, self.name, self.info = pack, name, pack.splits[name]
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
         self._threads: ThreadPoolExecutor | None = None  # that decode
-        self._slabs: Slabs | None = None
+        self._rows: Rows | None = None
         self._held = range(0)  # samples whose numbers are in memory
         self._ahead = False  # whether `gather` asks the kernel for images before it reads them
+        self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
         info = self.info
         self._file = File(info.path, pack.sizes[info.path])
         try:
             self._labels = Column(self._file, info.labels)
             self._crc32 = Column(self._file, info.crc32) if verify and info.crc32 else None
             self._offsets = Column(self._file, info.offsets) if info.offsets else None
-            self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
             if info.offsets:
-                self._start_decoding(threads)
-            if info.images.offset is None:
-                from hpctrain.data.hdf5 import Slabs  # imports h5py
+                from hpctrain.data.images import Fit, decode_threads  # imports Pillow
 
-                self._slabs = Slabs(info.path, info.images, pack.sizes)
+                warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
+                height, width, channels = self.image_shape
+                self._fit = Fit(width, height, channels, crop=pack.fit == "crop")
+                self._threads = decode_threads(threads)
+            elif info.images.offset is None:
+                from hpctrain.data.hdf5 import Rows  # imports h5py
+
+                self._rows = Rows(info.path, info.images, pack.sizes)
             self._check_identity()
         except BaseException:
             self.close()
@@ -235,16 +230,22 @@ class Split:
         Raises RunError if a file is truncated.
         """
         self._check_indices(indices)
-        shape = len(indices), *self.image_shape
+        shape, found = (len(indices), *self.image_shape), Bad()
         if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
             raise ValueError(
                 f"out is {out.dtype} {out.shape}, not C-contiguous {self.dtype} {shape}"
             )
-        info, found = self.info, Bad()
         if self._threads:
-            self._gather_files(self._threads, indices, out, crops, found)
+            order = np.argsort(indices, kind="stable")  # file order
+            parts = np.split(order, range(TASK_FILES, len(order), TASK_FILES))
+
+            def decode(places: np.ndarray) -> None:
+                self._decode(indices[places], places.tolist(), out, crops, found)
+
+            for _ in self._threads.map(decode, parts):  # raises the error of the first one
+                pass
         else:
-            rows = indices if info.rows is None else info.rows[indices].astype(np.int64)
+            rows = indices if self.info.rows is None else self.info.rows[indices].astype(np.int64)
             self._read_images(rows, out, self._ahead and not self._seen[indices].all())
             self._compare(indices, out, found)
             if self.dtype.kind == "f":
@@ -256,7 +257,8 @@ class Split:
     @cached_property
     def labels(self) -> np.ndarray:
         """The labels of all samples, (N,) int64, read on first access and kept: 8 bytes each."""
-        return self.read_labels(np.arange(len(self)))
+        parts = [self.read_labels(part) for part in pieces(len(self))]
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def read_labels(self, indices: np.ndarray, bad: Bad | None = None) -> np.ndarray:
         """Return the labels of the samples `indices` (n,), (n,) int64.
@@ -266,23 +268,19 @@ class Split:
         """
         self._check_indices(indices)
         labels, classes = self._labels.take(indices).astype(np.int64), len(self.pack.classes)
-        wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-        if len(wrong):
-            why = "is corrupt: its label is {}, and there are {} classes, 0 to {}"
-            found = {
-                int(indices[row]): why.format(labels[row], classes, classes - 1)
-                for row in wrong.tolist()
-            }
-            self._report(found, bad)
+        wrong = (labels < 0) | (labels >= classes)
+        if wrong.any():
+            why = f"is corrupt: its label is {{}}, and there are {classes} classes"
+            pairs = zip(indices[wrong].tolist(), labels[wrong].tolist(), strict=True)
+            self._report({index: why.format(label) for index, label in pairs}, bad)
             labels[wrong] = 0  # on a GPU, a target that is not a class ends the process
         return labels
 
     def count_classes(self) -> np.ndarray:
         """Return the number of samples of each class, (K,) int64. Reads all labels, in parts."""
-        counts = np.zeros(len(self.pack.classes), np.int64)
-        for part in pieces(len(self)):
-            counts += np.bincount(self.read_labels(part), minlength=len(counts))
-        return counts
+        classes = len(self.pack.classes)
+        parts = (np.bincount(self.read_labels(p), minlength=classes) for p in pieces(len(self)))
+        return sum(parts, np.zeros(classes, np.int64))
 
     def hold(self, samples: range) -> None:
         """Keep the labels, checksums and offsets of `samples` in memory.
@@ -317,10 +315,9 @@ class Split:
 
     def describe(self, index: int) -> str:
         """Return where a sample is stored and, if the pack says so, where it came from."""
-        source, where = self.source_of(index), f"sample {index} of split {self.name!r}"
-        if self.pack.external is not None and self.info.rows is None:  # no split is drawn yet
-            return f"{self.info.path}: {source}"
-        return f"{self.info.path}: {where}{f' ({source})' if source else ''}"
+        source = self.source_of(index)
+        sample = f"{self.info.path}: sample {index} of split {self.name!r}"
+        return f"{sample} ({source})" if source else sample
 
     @property
     def has_sources(self) -> bool:
@@ -333,9 +330,8 @@ class Split:
         In a pack that is the name of a file, relative to the source that was packed; of an external
         file it is the dataset and the row, such as "/x[5]".
         """
-        if self.pack.external is not None:
-            row = index if self.info.rows is None else self.info.rows[index]
-            return f"{self.info.images.dataset}[{row}]"
+        if self.info.rows is not None:
+            return f"{self.info.images.dataset}[{self.info.rows[index]}]"
         if self.info.names is None:
             return ""
         names, ends = self.info.names
@@ -350,8 +346,8 @@ class Split:
         """Close the file and end the threads."""
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
-        if self._slabs:
-            self._slabs.close()
+        if self._rows:
+            self._rows.close()
         self._file.close()
 
     def __len__(self) -> int:
@@ -363,12 +359,16 @@ class Split:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def probe(self) -> int:
-        """Return the CRC-32 of some images of the file, by which an external file is recognised."""
-        rows = probed_rows(self.info.images.shape[0])
+    def read_probe(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return some rows of an external file (n,), evenly spread, and their images (n, H, W, C).
+
+        The file is recognised by the CRC-32 of these images.
+        """
+        last = self.info.images.shape[0] - 1
+        rows = np.unique(np.arange(PROBED) * last // (PROBED - 1))
         images = np.empty((len(rows), *self.image_shape), self.dtype)
         self._read_images(rows, images)
-        return zlib.crc32(as_bytes(images))
+        return rows, images
 
     def _check_identity(self) -> None:
         """Raise UsageError if the file is not the one that was opened before."""
@@ -378,20 +378,12 @@ class Split:
             self._file.read([memoryview(there)], stored.place)
             same = there == self.pack.uuid.encode()
         elif self.info.probe is not None:
-            same = self.probe() == self.info.probe
+            same = zlib.crc32(as_bytes(self.read_probe()[1])) == self.info.probe
         if not same:
             raise UsageError(
                 f"{self.info.path} is not the file that was checked (uuid {self.pack.uuid}): it was"
                 f" replaced or overwritten meanwhile{': remove it' * self.pack.staged}"
             )
-
-    def _start_decoding(self, threads: int | None) -> None:
-        from hpctrain.data.images import Fit, decode_threads  # imports Pillow
-
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-        (height, width, channels), crop = self.image_shape, self.pack.fit == "crop"
-        self._fit = Fit(width, height, channels, crop=crop)
-        self._threads = decode_threads(threads)
 
     def _check_indices(self, indices: np.ndarray) -> None:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
@@ -410,74 +402,49 @@ class Split:
     def _read_images(self, rows: np.ndarray, out: np.ndarray, ahead: bool = False) -> None:
         """Read images (n, H, W, C): rearranged and divided, if they are not stored as such."""
         pack, stored = self.pack, self.info.images
-        if pack.layout in ("NHWC", "NHW") and not pack.max_value:
-            self._read_rows(rows, out.reshape(len(rows), *stored.shape[1:]), ahead)
-            return
-        step = max(1, READ_BYTES // stored.row_bytes)
+        is_plain = pack.layout in ("NHWC", "NHW") and not pack.max_value
+        step = max(1, len(rows) if is_plain else READ_BYTES // stored.row_bytes)
         for first in range(0, len(rows), step):
-            part = rows[first : first + step]
-            values = np.empty((len(part), *stored.shape[1:]), stored.dtype)
-            self._read_rows(part, values, ahead)
-            images = values.transpose(LAYOUTS[pack.layout]).reshape(len(part), *self.image_shape)
-            if pack.max_value:  # with 255, bytes become what those of a pack become
-                images = images.astype(np.float32) * np.float32(1 / pack.max_value)
-            out[first : first + step] = images
+            part, images = rows[first : first + step], out[first : first + step]
+            shape = (len(part), *stored.shape[1:])
+            values = images.reshape(shape) if is_plain else np.empty(shape, stored.dtype)
+            if self._rows:
+                self._rows.read(part, values)
+            else:
+                self._file.gather(stored.place, part, as_bytes(values), ahead)
+            if not is_plain:
+                values = values.transpose(LAYOUTS[pack.layout]).reshape(images.shape)
+                if pack.max_value:  # with 255, bytes become what those of a pack become
+                    values = values.astype(np.float32) * np.float32(1 / pack.max_value)
+                images[...] = values
 
-    def _read_rows(self, rows: np.ndarray, out: np.ndarray, ahead: bool) -> None:
-        """Read rows of the images, (n, ...) as they are stored."""
-        if self._slabs:
-            self._slabs.read(rows, out)
-        else:
-            self._file.gather(self.info.images.place, rows, as_bytes(out), ahead)
-
-    def _gather_files(
+    def _decode(
         self,
-        threads: ThreadPoolExecutor,
         indices: np.ndarray,
+        places: list[int],
         out: np.ndarray,
         crops: Sequence[Crop] | None,
         bad: Bad,
     ) -> None:
-        """Read and decode JPEG files, or a crop of each."""
+        """Read and decode JPEG files `indices` (n,), or a crop of each, to `places` in `out`."""
         from hpctrain.data.images import BadImage, decode_jpeg
 
-        order = np.argsort(indices, kind="stable")  # file order
-
-        def gather_part(places: np.ndarray) -> None:
-            numbers = indices[places]
-            files = [*self._read_files(numbers)]
-            self._compare(numbers, files, bad)
-            for place, number, file in zip(places.tolist(), numbers.tolist(), files, strict=True):
-                if number in bad:
-                    continue
+        assert self._offsets
+        stored, files = self.info.images, list[memoryview]()
+        ends = zip(*(self._offsets.take(indices + n).tolist() for n in (0, 1)), strict=True)
+        for start, stop in ends:
+            is_within = 0 <= start < stop <= stored.shape[0]
+            files.append(memoryview(bytearray(stop - start if is_within else 0)))  # empty: corrupt
+            if is_within:
+                self._file.read([files[-1]], stored.place + start)
+        self._compare(indices, files, bad)
+        for place, number, file in zip(places, indices.tolist(), files, strict=True):
+            if number not in bad:
                 try:
                     pixels = decode_jpeg(file, self._fit, crops[place] if crops else None)
                     out[place] = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
                 except BadImage as error:
                     bad[number] = f"cannot be decoded ({error})"
-
-        parts = [order[start : start + TASK_FILES] for start in range(0, len(order), TASK_FILES)]
-        for _ in threads.map(gather_part, parts):  # raises the error of the first part that has one
-            pass
-
-    def _read_files(self, indices: np.ndarray) -> Iterator[memoryview]:
-        """Yield the JPEG files of `indices` (n,), in order; consecutive ones are read together.
-
-        A file whose offsets are not within the split's bytes is empty.
-        """
-        stored = self.info.images
-        if not (len(indices) and self._offsets):
-            return
-        starts, stops = self._offsets.take(indices), self._offsets.take(indices + 1)
-        lost = ~((starts >= 0) & (starts < stops) & (stops <= stored.shape[0]))
-        starts, stops = np.where(lost, 0, starts), np.where(lost, 0, stops)
-        apart = (starts[1:] != stops[:-1]) | (np.diff(starts // READ_BYTES) != 0)
-        cuts = (np.flatnonzero(apart) + 1).tolist()
-        for first, last in zip([0, *cuts], [*cuts, len(indices)], strict=True):
-            start, ends = int(starts[first]), (stops[first:last] - starts[first]).tolist()
-            data = memoryview(bytearray(ends[-1]))
-            self._file.read([data], stored.place + start)
-            yield from (data[a:b] for a, b in pairwise([0, *ends]))
 
     def _compare(self, indices: np.ndarray, images: Sequence[Any] | np.ndarray, bad: Bad) -> None:
         """Compare the checksums of samples that are read for the first time.
@@ -486,18 +453,15 @@ class Split:
         """
         if (seen := self._seen[indices]).all():
             return
-        if not self._crc32:
-            self._seen[indices] = True
-            return
-        new, labels = indices, self._labels.take(indices)
-        if seen.any():
-            places = np.flatnonzero(~seen)
-            new, labels = indices[places], labels[places]
-            images = [images[place] for place in places.tolist()]
-        found = np.fromiter(map(checksum, images, labels.tolist()), np.uint32, len(new))
-        why = CORRUPT_COPY if self.pack.staged else CORRUPT
-        agrees = found == self._crc32.take(new)
-        bad |= dict.fromkeys(new[~agrees].tolist(), why)
+        new = indices[~seen]
+        agrees = np.ones(len(new), bool)
+        if self._crc32:
+            if seen.any():
+                images = [images[place] for place in np.flatnonzero(~seen).tolist()]
+            found = [*map(checksum, images, self._labels.take(new).tolist())]
+            agrees = np.array(found, np.uint32) == self._crc32.take(new)
+            why = CORRUPT_COPY if self.pack.staged else CORRUPT
+            bad |= dict.fromkeys(new[~agrees].tolist(), why)
         self._seen[new[agrees]] = True
 
 
@@ -507,9 +471,8 @@ def find_corrupt(pack: Pack) -> Iterator[str]:
         with Split(pack, name) as split:
             for indices in pieces(len(split), max(1, READ_BYTES // pack.image_bytes)):
                 doing(f"checking sample {indices[0]:,} of {name}")
-                bad = Bad()
-                out = np.empty((len(indices), *split.image_shape), split.dtype)
-                split.gather(indices, out, bad=bad)
+                bad, shape = Bad(), (len(indices), *split.image_shape)
+                split.gather(indices, np.empty(shape, split.dtype), bad=bad)
                 split.read_labels(indices, bad)
                 yield from bad.values()
 
@@ -528,9 +491,3 @@ def pieces(samples: int, size: int = PIECE_ROWS) -> Iterator[np.ndarray]:
     """Yield 0 ... samples-1 in consecutive pieces, (n,) int64 with n <= `size`."""
     for start in range(0, samples, size):
         yield np.arange(start, min(samples, start + size))
-
-
-def probed_rows(rows: int) -> np.ndarray:
-    """Return PROBED of this number of rows, or all, evenly spread, (n,) int64."""
-    count = min(PROBED, rows)
-    return np.unique(np.arange(count) * (rows - 1) // max(1, count - 1))

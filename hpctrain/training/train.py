@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.cluster import LEFT
 from hpctrain.config import Config, check_settings
-from hpctrain.data.external import images_note, window_note
+from hpctrain.data.external import images_note
 from hpctrain.data.pack import Pack
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
@@ -121,9 +121,7 @@ def run_training(
         on_root(comm, require_validation, run.pack, wants)
         restored = restore(run, earlier)
         stack.enter_context(open_run(run, earlier, lock, times, on_evaluation))
-        windows = run.plan.window_blocks if run.plan.shuffle == "blocks" else 0
-        on_data = times.note, images_note(run.pack), window_note(run.pack, windows)
-        for note in (*restored, *run.notes, *filter(None, on_data)):
+        for note in (*restored, *run.notes, *filter(None, (times.note, images_note(run.pack)))):
             run.recorder.note(note)
         first = run.progress.step
         train_epochs(run)

@@ -216,13 +216,13 @@ def test_a_file_of_links_joins_images_and_labels_in_files_of_their_own(tmp_path)
         assert as_set(*contents(pack, name)) == as_set(IMAGES[rows], LABELS[rows])
     for missing in ("p_valid_x.h5", "p_train_y.h5"):
         os.rename(tmp_path / missing, tmp_path / "gone")
-        with pytest.raises(hp.UsageError, match=f"is a link, to . of {missing}, which is missing"):
+        with pytest.raises(hp.UsageError, match=missing):
             read(tmp_path / "p.h5", "{split}/x", "{split}/y")
         os.rename(tmp_path / "gone", tmp_path / missing)
     with h5py.File(tmp_path / "p.h5", "r+") as file:
         del file["test"]
         file["test"] = h5py.ExternalLink("none.h5", "/")
-    with pytest.raises(hp.UsageError, match=r"test is a link, to / of none.h5, which is missing"):
+    with pytest.raises(hp.UsageError, match=r"none\.h5"):
         read(tmp_path / "p.h5", "{split}/x", "{split}/y")
 
 

@@ -153,4 +153,4 @@ def test_damaged_files_are_refused_in_one_line(there, tmp_path):
     with there.open("r+b") as file:
         file.seek(place + 3)
         file.write(b"\xff\x01")
-    assert "rows 0 to 5" in refusal(there)
+    assert "row 0 of /x" in refusal(there)

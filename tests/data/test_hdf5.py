@@ -217,41 +217,6 @@ def test_a_variable_by_which_hdf5_finds_other_sources_is_refused(tmp_path, monke
         read(path)
 
 
-@pytest.mark.parametrize("change", ["removed", "cut short", "replaced"])
-def test_a_source_that_changes_in_use_is_named(tmp_path, change):
-    path = make(tmp_path, "ten files")
-    with hp.Split(read(path, split="1", block_rows=0), "train") as split:
-        source = tmp_path / "part3.h5"
-        if change == "replaced":
-            os.replace(write(tmp_path / "new.h5", IMAGES[:6], LABELS[:6]), source)
-        else:
-            source.unlink() if change == "removed" else os.truncate(source, 2000)
-        with pytest.raises(hp.RunError, match=r"part3\.h5") as caught:
-            for sample in np.arange(ROWS)[:, None]:
-                split.gather(sample, np.empty((1, *SHAPE), np.uint8))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_batch_looks_at_a_few_of_many_sources(tmp_path, monkeypatch):
-    """There may be thousands, on a parallel file system."""
-    for row in range(ROWS):
-        write(tmp_path / f"row{row}.h5", IMAGES[row : row + 1], LABELS[:1])
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["y"] = LABELS
-        virtual(file, "x", [(f"row{row}.h5", 1) for row in range(ROWS)])
-    looked, stat = [], os.stat
-
-    def counted(*what, **how):
-        looked.append(what)
-        return stat(*what, **how)
-
-    with hp.Split(read(tmp_path / "a.h5", split="1", block_rows=0), "train") as split:
-        monkeypatch.setattr(os, "stat", counted)
-        for _ in range(3):
-            split.gather(np.arange(ROWS), np.empty((ROWS, *SHAPE), np.uint8))
-    assert 3 <= len(looked) <= 60 and len({*looked}) > 40
-
-
 # Blocks, layouts, the note
 
 

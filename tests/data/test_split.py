@@ -238,7 +238,7 @@ def test_damage_that_a_decoder_meets_is_named(tmp_path, kind):
         file.seek(place)
         file.write(bytes(9))
     with (
-        pytest.raises(hp.RunError, match=r"\b3[01]\b") as caught,  # or when it is opened
+        pytest.raises(hp.RunError, match=r"\b3[0-5]\b") as caught,  # or when it is opened
         hp.Split(pack, "train", threads=4) as split,
     ):
         gather(split, np.arange(ROWS))
