@@ -30,57 +30,46 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     ratio of these two shares. Raises UsageError if a wanted split is empty, or a class has no image
     in train.
     """
-    labels, given, groups = source.labels, source.splits, source.groups
-    by_manifest, together = bool((groups >= 0).any()), source.duplicate_of
-    if by_manifest:
-        together = merge_groups(together, groups)
-    if config.fold:
-        given = _hold_out(source, together, fold_number(config.fold), config.seed)
-    shares = split_shares(config.split)
+    labels, together = source.labels, source.duplicate_of
+    if is_grouped := bool((source.groups >= 0).any()):
+        together = merge_groups(together, source.groups)
+    shares, splits, way = split_shares(config.split), source.splits.astype(np.int32), ""
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
-    splits = given.astype(np.int32)
-    if not (given > TRAIN).any():  # a source with only train does not give splits
-        splits[:] = NO_SPLIT
-    else:
+    if config.fold:
+        wanted, way = [_hold_out(source, splits, together, config)], f" by --fold {config.fold}"
+    elif (splits > TRAIN).any():
         wanted = []
-        if shares[VALIDATION] and not (given == VALIDATION).any():
-            wanted = ["validation"]
-            splits[given == TRAIN] = NO_SPLIT
-            shares = (shares[TRAIN], shares[VALIDATION], Fraction(0))
+    else:  # a source with only train does not give splits
+        splits[:] = NO_SPLIT
+    if (splits > TRAIN).any() and shares[VALIDATION] and not (splits == VALIDATION).any():
+        wanted.append("validation")
+        splits[splits == TRAIN] = NO_SPLIT
+        shares = (shares[TRAIN], shares[VALIDATION], Fraction(0))
     latest = np.full(int(together.max()) + 1, NO_SPLIT, np.int32)  # given split of each group
     np.maximum.at(latest, together, splits)
-    free = np.flatnonzero(latest[together] == NO_SPLIT)
     splits[splits < latest[together]] = NO_SPLIT  # left out
-    rows = in_random_order(free, config.seed)
-    splits[rows] = _draw(labels[rows], together[rows], shares, by_manifest)
+    rows = in_random_order(np.flatnonzero(latest[together] == NO_SPLIT), config.seed)
+    splits[rows] = _draw(labels[rows], together[rows], shares, is_grouped)
     found = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
-    check_splits(found, labels, source.classes, wanted, source.name)
+    check_splits(found, labels, source.classes, wanted, source.name, way)
     return {name: shuffled(of, config.seed, name) for name, of in found.items() if len(of)}
 
 
-def _hold_out(source: Source, together: np.ndarray, fold: tuple[int, int], seed: int) -> np.ndarray:
-    """Return splits (N,) in which fold K of N is test, or validation if the source gives test.
+def _hold_out(source: Source, splits: np.ndarray, together: np.ndarray, config: PackConfig) -> str:
+    """Hold out fold K of N in `splits` (N,): as test, or as validation if the source gives test.
 
     Every image, except those of a given test, is in one of the N folds, which are stratified and
-    divide no group. Raises UsageError if the source gives validation.
+    divide no group. Returns the name of the split. Raises UsageError if the source gives
+    validation.
     """
-    number, count = fold
-    if (source.splits == VALIDATION).any():
-        raise UsageError(
-            "--fold draws validation or test, but the source gives a validation split: leave"
-            " --fold out"
-        )
-    is_test = source.splits == TEST
-    rows = in_random_order(np.flatnonzero(~is_test), seed)
+    if (splits == VALIDATION).any():
+        raise UsageError("--fold is for sources that do not give a validation split, as this does")
+    number, count = fold_number(config.fold or "")
+    held_out = VALIDATION if (splits == TEST).any() else TEST
+    rows = in_random_order(np.flatnonzero(splits != TEST), config.seed)
     folds = _draw(source.labels[rows], together[rows], (Fraction(1, count),) * count, True)
-    if number - 1 not in folds:
-        raise UsageError(
-            f"--fold {number}/{count} leaves no image for fold {number}: there are {len(rows):,}"
-            " images, of which equal ones and groups are not divided; use fewer folds"
-        )
-    splits = np.where(is_test, TEST, TRAIN)
-    splits[rows[folds == number - 1]] = VALIDATION if is_test.any() else TEST
-    return splits
+    splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
+    return SPLITS[held_out]
 
 
 def _draw(
@@ -116,17 +105,14 @@ def _draw(
 
 
 def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Merge two groupings (N,): images connected by equal numbers in either get equal numbers.
-
-    -1 in `other` connects nothing.
-    """
-    one = np.unique(one, return_inverse=True)[1]  # below N
-    numbers, named = one.copy(), np.flatnonzero(other >= 0)
+    """Merge two groupings (N,): images connected by equal numbers in either get equal numbers."""
+    numbers = np.arange(len(one))
+    groupings = [np.unique(groups, return_inverse=True)[1] for groups in (one, other)]
     while True:
-        before = numbers.copy()
-        for groups, rows in ((other, named), (one, np.arange(len(one)))):
-            smallest = np.full(int(groups.max(initial=-1)) + 1, len(one))
-            np.minimum.at(smallest, groups[rows], numbers[rows])
-            numbers[rows] = smallest[groups[rows]]
-        if (numbers == before).all():
+        before = numbers
+        for groups in groupings:
+            smallest = np.full(len(numbers), len(numbers))
+            np.minimum.at(smallest, groups, numbers)
+            numbers = smallest[groups]
+        if np.array_equal(numbers, before):
             return numbers

@@ -34,7 +34,14 @@ def locate(data: str, cache_dir: str) -> Path:
     path = Path(data)
     if data in BUILT_IN:
         path = Path(cache_dir) / f"{data}.h5"
-        return path if path.exists() else _make(data, path)
+        if not path.exists():
+            from hpctrain.config import PackConfig
+            from hpctrain.packing.make import make_pack
+
+            # One job: this may be a rank, and no process should be started after MPI_Init. Another
+            # one may have finished by now: replacing its file with an equal one is harmless.
+            make_pack(PackConfig(data, cache_dir=cache_dir, jobs=1, overwrite=True))
+        return path
     if data and path.is_file() and not data.lower().endswith(SOURCES):
         return path
     if data and (path.is_file() or path.is_dir()):
@@ -42,20 +49,9 @@ def locate(data: str, cache_dir: str) -> Path:
             f"--data {data} is {'a folder' if path.is_dir() else 'an archive'}, not a pack: run"
             f" python -m hpctrain pack {shlex.quote(data)} first"
         )
-    if data and path.exists():
-        raise UsageError(f"--data {data} is not a regular file: give a pack")
     known = [*BUILT_IN, *(str(file) for file in path.parent.glob("*.h5"))]
     hint = did_you_mean(data.lower(), known) or f": built in are {' and '.join(BUILT_IN)}"
     raise UsageError(f"--data {data!r} is neither a file nor a built-in set{hint}")
-
-
-def _make(name: str, path: Path) -> Path:
-    from hpctrain.config import PackConfig
-    from hpctrain.packing.make import make_pack
-
-    # One job: this may be a rank, and no processes should be started after MPI_Init. Another
-    # process may have finished by now: replacing its file with an equal one is harmless.
-    return make_pack(PackConfig(name, cache_dir=str(path.parent), jobs=1, overwrite=True))
 
 
 def cache_path(cache_dir: str, name: str) -> Path:
@@ -80,11 +76,7 @@ def fetch_flowers(cache_dir: str) -> Path:
     from torch.hub import download_url_to_file
 
     doing("downloading the flowers")
-    say(
-        f"downloading {URL} (229 MB) to {path}; it may take --hang-timeout at most, and may be put"
-        " there by hand",
-        sys.stderr,
-    )
+    say(f"downloading {URL} (229 MB) to {path}, within --hang-timeout", sys.stderr)
     try:
         download_url_to_file(URL, str(path), SHA256, progress=sys.stderr.isatty())
     except (OSError, RuntimeError, http.client.HTTPException) as error:  # OSError: also of the URL
