@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from hpctrain.config import CompareConfig, load_toml
+from hpctrain.config import CompareConfig, Config, load_toml
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
@@ -193,7 +193,8 @@ def _settings(folders: list[Path]) -> list[str]:
     A setting that was not set has the value to which the plan resolved it.
     """
     try:
-        configs = [load_toml(str(folder / "config.toml")) for folder in folders]
+        default = {name: v for name, v in dataclasses.asdict(Config()).items() if v is not None}
+        configs = [default | load_toml(str(folder / "config.toml")) for folder in folders]
         plans = [_plan(folder / "plan.json") for folder in folders]
     except UsageError as error:
         return [f"settings: {error}"]
@@ -208,7 +209,7 @@ def _settings(folders: list[Path]) -> list[str]:
         "plans differ": {
             key: [plan.get(key, "not there") for plan in plans]
             for key in {**plans[0], **plans[1]}
-            if key not in planned
+            if key not in planned and key != "settings"  # the digest of settings
         },
     }
     lines = {

@@ -22,9 +22,9 @@ from hpctrain.inference.image_files import open_images
 from hpctrain.inference.network import Network, find_model, ready_network, restore
 from hpctrain.models import evaluating
 from hpctrain.parallel.device import choose_device, torch_settings
-from hpctrain.plan import read_config
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.tables import answer_columns
+from hpctrain.typed import from_fields, parse_toml
 
 
 def load(
@@ -115,7 +115,7 @@ class TrainedNetwork:
         if not path.is_file():
             return None
         try:
-            config = read_config(path.read_bytes())
+            config = from_fields(Config, parse_toml(path.read_bytes()))
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from error
         require_trust(own_functions(vars(config)).values(), path, self._trust_code)

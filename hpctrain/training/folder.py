@@ -27,7 +27,7 @@ from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.hosts import describe_hosts
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import library
-from hpctrain.plan import Plan, describe_shares, read_config, read_plan
+from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, truncate_record
@@ -36,7 +36,7 @@ from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.run import Run
-from hpctrain.typed import parse_json
+from hpctrain.typed import from_fields, parse_json, parse_toml
 from hpctrain.watchdog import HEARTBEATS, remove_heartbeats
 
 
@@ -119,17 +119,17 @@ def run_facts(run: Run) -> dict[str, object]:
         "host_ranks": host_ranks,
         "host_cores": host_cores,
         "shards": run.plan.shards,
-        "device": run.plan.device,
+        "device": run.facts.device,
         "transport": run.transport.name,
         "transport_reason": run.transport.reason,
         "memory": memory,
         "memory_reason": memory_reason,
         "overlap": run.config.overlap,
-        "threads": run.plan.threads,
+        "threads": run.facts.threads,
         "precision": run.plan.precision,
-        "comm_dtype": run.plan.comm_dtype,
+        "comm_dtype": run.config.comm_dtype,
         "staged": bool(run.config.stage),
-        "deterministic": run.plan.deterministic,
+        "deterministic": run.config.deterministic,
         "batch_size": run.plan.batch_size,
         "rank_shares": describe_shares(run.plan, run.shards),
         "epochs": run.plan.epochs,
@@ -159,7 +159,7 @@ def chosen(run: Run) -> dict[str, object]:
         "optimizer": plan.optimizer,
         "lr": plan.learning_rate,
         "batch_size": plan.batch_size,
-        "seed": plan.seed,
+        "seed": run.config.seed,
     }
     given = {
         name: value
@@ -167,14 +167,6 @@ def chosen(run: Run) -> dict[str, object]:
         if value != getattr(default, name) and (name not in FREE or name in ("data", "epochs"))
     }
     return {**given, **always}
-
-
-# Settings that may change from launch to launch: they do not affect what is computed.
-FREE = {
-    *("run", "runs_dir", "data", "cache_dir", "read_buffer", "epochs", "worker_load", "stage"),
-    *("verify", "reduce", "overlap", "device", "threads", "checkpoint_every", "keep_checkpoints"),
-    *("resume", "time_limit", "hang_timeout", "test", "progress", "tensorboard", "dry_run"),
-}
 
 
 @dataclass(frozen=True)
@@ -239,7 +231,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     """
     path = folder / "config.toml"
     try:
-        config = read_config(path.read_bytes())
+        config = from_fields(Config, parse_toml(path.read_bytes()))
         path = folder / "plan.json"
         return config, read_plan(parse_json(path.read_bytes()))
     except FileNotFoundError as error:

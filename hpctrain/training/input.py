@@ -111,15 +111,15 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
     return on_root(comm, find)
 
 
-def check_memory(plan: Plan, info: SplitInfo, verify: bool, ranks: int) -> str:
+def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:
     """Return a note on the memory that --shuffle global takes on each rank, "" if it is little.
 
     A rank then keeps the labels, checksums and offsets of all samples. Raises UsageError if that is
     more than the memory of this host, on which `ranks` ranks run.
     """
-    columns = (info.labels, info.offsets, info.crc32 if verify else None)
+    columns = (info.labels, info.offsets, info.crc32 if config.verify else None)
     each = sum(np.dtype(column.dtype).itemsize for column in columns if column is not None)
-    each += verify + SORTED_BYTES * plan.balanced_sampling
+    each += config.verify + SORTED_BYTES * config.balanced_sampling
     if plan.shuffle != "global" or each * info.samples <= NOTED_BYTES:
         return ""
     gib = each * info.samples / 2**30
@@ -142,7 +142,7 @@ def open_input(config: Config, plan: Plan, source: Split, shards: range, comm: C
     Labels, checksums and offsets that it may need are read now and kept. Raises the same error on
     all ranks.
     """
-    reach = order_of(plan, source).reach(shards)
+    reach = order_of(config, plan, source).reach(shards)
     if config.stage and not config.dry_run:
         needed = reach
         if comm.rank == 0:  # it also tests the network and own functions with the first samples
@@ -154,15 +154,15 @@ def open_input(config: Config, plan: Plan, source: Split, shards: range, comm: C
         doing("setting up")  # replaces the last piece that was staged
     with on_all(comm):
         source.hold(reach)
-        order = order_of(plan, source)
+        order = order_of(config, plan, source)
         if isinstance(order, BalancedOrder):  # reads all labels of the shards
             for shard in shards:
                 order.classes(shard)
     return Input(source.pack, config.verify, source, order)
 
 
-def order_of(plan: Plan, source: Split) -> Order:
+def order_of(config: Config, plan: Plan, source: Split) -> Order:
     """Return the order in which the shards read the samples of the training split."""
-    labels_of = source.read_labels if plan.balanced_sampling else None
+    labels_of = source.read_labels if config.balanced_sampling else None
     blocks = plan.block_rows, plan.window_blocks
-    return make_order(plan.shuffle, plan.partition, plan.seed, *blocks, labels_of)
+    return make_order(plan.shuffle, plan.partition, config.seed, *blocks, labels_of)

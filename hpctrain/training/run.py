@@ -25,7 +25,7 @@ from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, on_root
 from hpctrain.parallel.nccl import Choice
 from hpctrain.parallel.reduce import broadcast
-from hpctrain.plan import Plan
+from hpctrain.plan import Facts, Plan
 from hpctrain.report.find import best_file
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Tensors, Writer, has_best
@@ -144,6 +144,7 @@ class Run:
 
     # Made by `set_up`
     config: Config
+    facts: Facts
     plan: Plan
     comm: Comm
     shards: list[range]  # of each rank
@@ -194,7 +195,7 @@ def restore(run: Run, earlier: PreviousLaunch | None) -> list[str]:
         raise agreed(UsageError(text)) from error
     notes = [*earlier.problems, f"going on after step {state.step}"]
     here = hardware_key(trainer.message.device)
-    if earlier.plan.deterministic and saved["key"] != here:
+    if run.config.deterministic and saved["key"] != here:
         notes.append(f"begun on {saved['key']}, now on {here}: the bits may differ")
     best = best_file(earlier.folder, state.best.step)
     if state.best.step and not on_root(comm, has_best, best, checkpoint.best):

@@ -35,7 +35,7 @@ from hpctrain.parallel.device import place
 from hpctrain.parallel.hosts import comm_of_host
 from hpctrain.parallel.mpi import Comm, check_equal_on_all, on_all, on_root
 from hpctrain.parallel.transport import open_device, open_transport
-from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
+from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.text import brief, listed
 from hpctrain.training.input import FIRST_ROWS, check_data, check_memory, open_input, open_pack
 from hpctrain.training.optimizer import freeze
@@ -62,7 +62,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         from hpctrain.data.images import decoder_versions  # imports Pillow
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
-    device, threads = open_device(
+    device, share = open_device(
         comm, config.device, lambda share: cpu_threads(config, share, earlier)
     )
 
@@ -90,11 +90,10 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     facts = Facts(
         ranks=comm.size,
         device=device.type,
-        threads=threads,
+        threads=cpu_threads(config, share, earlier),
         rows=len(train),
         image_shape=pack.image_shape,
-        value_bytes=pack.dtype.itemsize,
-        buffered_bytes=train.stored_bytes if config.random_crop else pack.image_bytes,
+        row_bytes=train.stored_bytes if config.random_crop else pack.image_bytes,
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
         min_samples=probe.min_samples,
@@ -104,7 +103,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         scaling=scaling,
     )
     plan = on_root(
-        comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
+        comm, lambda: extend(earlier, config, facts) if earlier else resolve(config, facts)
     )
     with on_all(comm):
         runs = assign_shards(plan.shards, comm.size, worker_loads(config.worker_load))
@@ -119,7 +118,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     # Loader
     on_host = comm_of_host(comm).size
     with on_all(comm):
-        kept = check_memory(plan, pack.splits["train"], config.verify, on_host)
+        kept = check_memory(config, plan, pack.splits["train"], on_host)
     opened = open_input(config, plan, train, runs[comm.rank], comm)
     augmentation = Augmentation.of(config)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
@@ -138,6 +137,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     texts = sharing, init, why, frozen, kept
     return Run(
         config=config,
+        facts=facts,
         plan=plan,
         comm=comm,
         shards=runs,

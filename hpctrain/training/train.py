@@ -115,7 +115,8 @@ def run_training(
         run = stack.enter_context(closing(set_up(config, comm, plan, checkpoint is not None)))
         if config.dry_run:
             notes = (f"note           {note}" for note in run.notes)
-            on_root(comm, say, "\n".join([*describe_plan(run.plan, run.shards), *notes]))
+            lines = describe_plan(config, run.facts, run.plan, run.shards)
+            on_root(comm, say, "\n".join([*lines, *notes]))
             return TrainingResult(None, "planned")
         wants = {"on_evaluation": on_evaluation}
         on_root(comm, require_validation, run.pack, wants)

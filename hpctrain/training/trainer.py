@@ -81,13 +81,13 @@ class Trainer:
             "the layout of the parameters": message.layout.digest(),
             "the model's fixed state": hash_tensors(fixed).hexdigest()[:16],
         }
-        if plan.deterministic:
+        if config.deterministic:
             alike["the kind of hardware"] = hardware_key(message.device)
         check_equal_on_all(comm, alike)
         with on_all(comm):
             self.backward = make_backward(model, task, message, config.compile, config.cuda_graphs)
         broadcast(comm, message.weights)
-        in_order, dtype = runs if plan.deterministic else None, plan.comm_dtype
+        in_order, dtype = runs if config.deterministic else None, config.comm_dtype
         with on_all(comm):
             self.reduce = choose_reduce(comm, message, in_order, dtype, transport, config.overlap)
         self.optimizer = make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups)

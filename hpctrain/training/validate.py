@@ -118,7 +118,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     known[f"{split}_accuracy"] = result.accuracy
     known[f"{split}_loss"] = result.loss
     figures = {"epoch": epoch, "step": step, "split": split, **result.figures()}
-    if run.plan.class_weights or run.plan.balanced_sampling:
+    if run.plan.class_weights or run.config.balanced_sampling:
         figures["balanced_accuracy"] = result.balanced_accuracy
     state.add(figures)
     record = run.recorder.evaluation(**figures, seconds=seconds)

@@ -86,12 +86,11 @@ METADATA = {  # of weights, as JSON in the entry "hpctrain"
     "provenance": dict,
 }
 PLAN = {
-    **dict.fromkeys(("version", "seed", "epochs", "batch_size", "shards", "threads"), int),
-    **dict.fromkeys(("steps_per_epoch", "warmup_steps", "rows", "classes"), int),
-    **dict.fromkeys(("model", "optimizer", "task", "device", "precision", "batch_norm"), str),
-    **dict.fromkeys(("digest", "pack_uuid", "shuffle"), str),
-    **dict.fromkeys(("image_shape", "shares"), list),
-    "deterministic": bool,
+    **dict.fromkeys(("version", "epochs", "batch_size", "shards", "threads"), int),
+    **dict.fromkeys(("warmup_steps", "rows"), int),
+    **dict.fromkeys(("model", "optimizer", "device", "precision"), str),
+    **dict.fromkeys(("digest", "settings", "pack_uuid", "shuffle"), str),
+    **dict.fromkeys(("image_shape", "last"), list),
     "learning_rate": NUMBER,
 }
 EVALUATION = {

@@ -18,7 +18,7 @@ FACTS = Facts(
     threads=2,
     rows=3301,
     image_shape=(100, 100, 3),
-    value_bytes=1,
+    row_bytes=30000,
     classes=5,
     pack_uuid="u",
     min_samples=1,
@@ -77,8 +77,9 @@ def test_shards_have_as_many_images_as_batch_norm_needs():
 
 
 def test_one_thread_a_rank_is_used_where_bits_count():
-    assert (plan().threads, plan(deterministic=True).threads) == (2, 1)
+    assert (plan().threads, plan(deterministic=True).threads) == (0, 1)
     assert plan(deterministic=True, threads=3).threads == 3
+    assert (plan(GPUS).device, plan(GPUS, deterministic=True).device) == ("", "cuda")
 
 
 def test_blocks_of_an_evaluation_are_larger_on_gpus_unless_images_are_large():
@@ -125,7 +126,8 @@ def test_a_warm_up_longer_than_the_run_is_refused(settings):
 
 def test_the_digest_is_of_all_that_a_run_keeps_and_of_nothing_of_the_launch():
     few, many = (plan({"ranks": ranks}, shards=8) for ranks in (2, 4))
-    assert few.digest() == many.digest() == json.loads(few.to_json())["digest"]
+    usual = plan({"ranks": 8, "device": "cpu"}, shuffle="partition", lr=0.01)
+    assert few.digest() == many.digest() == usual.digest() == json.loads(few.to_json())["digest"]
     changes = [{"seed": 1}, {"batch_size": 127}, {"lr": 0.02}, {"shards": 5}]
     changes += [{"deterministic": True}, {"label_smoothing": 0.1}]
     digests = {plan(**change).digest() for change in ({}, *changes)}
@@ -141,7 +143,8 @@ def test_global_order_says_what_it_keeps_of_all_samples_before_it_does(monkeypat
 
     def check(verify=True, ranks=1, samples=10**9, columns=columns, **settings):
         info = SimpleNamespace(samples=samples, **columns)
-        return check_memory(plan(**settings), info, verify, ranks)
+        config = Config(verify=verify, **settings)
+        return check_memory(config, plan(**settings), info, ranks)
 
     everything = {"shuffle": "global"}
     pixels = columns | {"offsets": None}

@@ -234,7 +234,6 @@ def batch_norm(seen, comm):
         assert torch.equal(runs[a].weights[-1], runs[b].weights[-1])  # statistics alone differ
         variances = [runs[mode].saved()["bn1.running_var"] for mode in (a, b)]
         assert not torch.allclose(*variances, rtol=1e-5)
-    assert [runs[mode].plan["batch_norm"] for mode in modes] == [*modes]
 
 
 @of("epochs", "batch_size", "batch_per_rank")
@@ -395,7 +394,7 @@ def memory_format(seen, comm):
 def threads(seen, comm):
     for count in (2, 1):
         run = seen(threads=count)
-        assert (run.plan["threads"], run.threads) == (count, {count})
+        assert (run.records[0]["threads"], run.threads) == (count, {count})
 
 
 @of("noise", "noise_level")
@@ -416,7 +415,7 @@ def noise(seen, comm):
 @of("device")
 def device(seen, comm):
     run = seen(device="cpu")
-    assert run.plan["device"] == run.images.device.type == "cpu"
+    assert run.records[0]["device"] == run.images.device.type == "cpu"
 
 
 @pytest.mark.parametrize(

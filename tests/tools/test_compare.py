@@ -181,7 +181,7 @@ def test_settings_that_differ_are_shown_as_resolved(trained, pair):
 
 def test_a_damaged_plan_is_named(pair):
     path = pair[1] / "plan.json"
-    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1', 1))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
     ended = compare(*pair)
     assert ended.code == 0 and f"settings: {path} is corrupt: " in ended.out
 
