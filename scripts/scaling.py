@@ -49,7 +49,7 @@ def ring(numbers: int, ranks: int) -> Traffic:
 
 
 def tree(numbers: int, ranks: int) -> Traffic:
-    """Return the traffic of --deterministic with one shard per rank (parallel/halving.py).
+    """Return the traffic of --deterministic with one shard per rank (parallel/tree.py).
 
     It is exact if the number of ranks is a power of two.
     """

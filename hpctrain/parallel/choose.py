@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm
 from hpctrain.parallel.overlap import Overlapped, cut
-from hpctrain.parallel.reduce import Bfloat16Reduce, Plain, Reduce
+from hpctrain.parallel.reduce import Bfloat16Reduce, Reduce
 from hpctrain.parallel.transport import HostMemory, Pinned, Transport
 from hpctrain.parallel.tree import TreeReduce
 
@@ -35,9 +35,8 @@ def choose_reduce(
         if runs is not None:
             return TreeReduce(way, vector, runs)
         if comm_dtype == "bf16":
-            border = max(0, length - span.start)
-            return Bfloat16Reduce(way, vector[:border], vector[border:])
-        return Plain(way, vector)
+            return Bfloat16Reduce(way, vector, len(range(span.start, min(span.stop, length))))
+        return Reduce(way, vector)
 
     if not overlap:
         return over(range(len(message.tensor)))

@@ -5,179 +5,181 @@ Here the order depends only on the shards: their messages are the leaves of one 
 0 ... S-1, in which a span of n shards splits after the largest power of two below n. A rank
 carries a run of shards, and the largest spans of the tree within its run are its subtrees.
 
-1. While a rank processes its shards, it sums its subtrees (`accumulate`). One buffer is in use for
-   each level of the tree that is not complete.
-2. Ranks exchange slices of their subtrees by recursive halving and add them (halving.py), until
+1. While a rank processes its shards, it sums its subtrees (`TreeReduce.accumulate`).
+2. Ranks exchange slices of their subtrees by recursive halving and add them (`schedule`), until
    each has one slice of the sum of all.
 3. The same exchanges in reverse, recursive doubling, distribute the slices of the sum.
 
-MPI only moves data, so the bits do not depend on the library or its algorithms. With N ranks and
-messages of L numbers, a rank that holds one subtree at a time sends 2 L (1 - 1/N) numbers, as in a
-ring Allreduce; this is so if S and N are powers of two. It then stores log2(S/N) + 1 messages and
-a part of one that it receives; otherwise up to 2 log2(S) subtrees, and those that it receives.
+MPI only moves data, so the bits do not depend on the library or its algorithms. The leaf of a shard
+without samples is zero: x + 0 is x, bit by bit, because no leaf holds a negative zero (each is a
+sum that began at +0).
 
-The leaf of a shard without samples is zero and is skipped: x + 0 is x, bit by bit, because no leaf
-holds a negative zero (each is a sum that began at +0).
+Recursive halving and doubling is the Allreduce for long messages of R. Thakur, R. Rabenseifner and
+W. Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J. High Performance
+Computing Applications 19 (2005). With the nearest partner first, it adds in the order of a binary
+tree over the ranks. Here it adds in the order of the tree over the shards, for any number of ranks
+and any assignment of shards. A group of neighbouring ranks is divided into two, of sizes n/2, or
+(n - 1)/2 and (n + 1)/2, and so on down to single ranks; three ranks are divided into three. In a
+round, the parts of a group become one:
 
-A transport moves the data; the additions run here, on the device that holds the data.
+* Before it, the ranks of each part own disjoint slices of the vector, which together are all of it.
+  At its slice, a rank holds the sums of the largest subtrees of the tree within the shards of its
+  part.
+* The slices of the group are those of its parts, split: L k/n ... L (k + 1)/n is of the rank at
+  place k, and the ranks of the parts take turns. Each lies within the slice that its rank had,
+  because 2k/n >= k/a and (2k + 1)/n <= (k + 1)/a for a part of a = n/2 or (n + 1)/2 ranks at even
+  places, and likewise at odd ones. A rank therefore loses the two ends of its slice to the ranks at
+  places k - 1 and k + 1, and receives their subtrees at its new slice. It then makes all additions
+  of the tree whose operands it holds.
+
+After the last round, every rank holds the root of the tree at its slice, computed by the additions
+of the tree and no others. A rank sends and receives at most 2 messages in each of at most log2(P)
+rounds, rounded up, and as many on the way back; one where a group is of even size, so 2 log2(P) if
+the number P of ranks is a power of two. It sends L (1 - 1/P) numbers on the way back, as in a ring,
+and as many before for every subtree that it holds: one if P and S are powers of two. Its memory is
+then log2(S/P) + 1 messages, and a part of one that it receives; otherwise up to 2 log2(S) subtrees,
+and those that it receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 import torch
 
 from hpctrain.parallel.device import empty
-from hpctrain.parallel.halving import Round, Span, additions, in_messages, schedule, subtrees
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.parallel.transport import Messages, Transport
 
-
-class Subtrees:
-    """The sums of one rank's subtrees, computed while it processes its run of shards."""
-
-    def __init__(self, run: range, spans: Sequence[Span], message: torch.Tensor) -> None:
-        """`spans` are the subtrees of `run`; every leaf is read from `message`, (L,)."""
-        self._run, self._spans, self._message = run, spans, message
-        self._free: list[torch.Tensor] = []
-        self._start()
-
-    def _start(self) -> None:
-        self._next = self._run.start
-        self._waiting: list[tuple[int, torch.Tensor | None]] = []  # number of shards, their sum
-        self._sums: list[torch.Tensor | None] = []  # of complete subtrees; None is zero
-
-    def accumulate(self, shard: int) -> None:
-        """Add the leaf of `shard`, in the message, to the tree; make room for the next."""
-        while self._next < shard:
-            self._add_leaf(None)
-        self._add_leaf(self._message)
-
-    def finish(self) -> list[torch.Tensor]:
-        """Return the sums of all subtrees, in order; the last one is the message itself."""
-        while self._next < self._run.stop:
-            self._add_leaf(None)
-        *sums, last = self._sums
-        if last is not None and last is not self._message:
-            # The last shard had no samples: the message holds flags and seconds, and zeros.
-            self._add(last, self._message)
-        self._start()
-        return [self._take().zero_() if s is None else s for s in sums] + [self._message]
-
-    def release(self, sums: list[torch.Tensor]) -> None:
-        """Take back the buffers that `finish` returned."""
-        self._free += sums[:-1]
-
-    def _add_leaf(self, leaf: torch.Tensor | None) -> None:
-        self._next += 1
-        complete = self._next == self._spans[len(self._sums)][1]
-        node, size = leaf, 1
-        while self._waiting and (complete or self._waiting[-1][0] == size):
-            shards, left = self._waiting.pop()
-            node, size = self._add(left, node), size + shards
-        if node is self._message and self._next < self._run.stop:
-            node = self._take().copy_(self._message)
-            self._message.zero_()
-        if complete:
-            self._sums.append(node)
-        else:
-            self._waiting.append((size, node))
-
-    def _add(self, left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-        if left is None or right is None:
-            return right if left is None else left
-        self._free.append(left)
-        return right.add_(left)
-
-    def _take(self) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        return empty(tuple(self._message.shape), self._message.dtype, self._message.device)
+Span = tuple[int, int]  # shards lo ... hi-1
+Pair = tuple[torch.Tensor, torch.Tensor]  # two operands
 
 
-class TreeAllreduce:
-    """Sums the subtrees of all ranks by recursive halving and doubling. Calls are collective."""
-
-    def __init__(self, transport: Transport, runs: Sequence[range], vector: torch.Tensor) -> None:
-        """`runs` are the shards that each rank carries, together 0 ... S-1.
-
-        `vector`, (L,), holds this rank's last subtree, and takes the sum.
-        """
-        self.transport, self._vector = transport, vector
-        self.rounds = schedule(transport.comm.rank, runs, len(vector))
-        self._steps = [Halving(each, vector, transport.comm.size) for each in self.rounds]
-
-    def __call__(self, sums: Sequence[torch.Tensor]) -> None:
-        """Sum this rank's subtrees, (L,) each, and those of all ranks into the vector."""
-        rows, start = list(sums), 0
-        for step in self._steps:
-            self.transport.exchange(step.sends(rows, start), step.receives)
-            rows, start = step.add(rows, start), step.own.start
-        for total in rows:
-            if total.data_ptr() != self._vector[start:].data_ptr():  # all but one of several rows
-                self._vector[start : start + len(total)].copy_(total)
-        for step in reversed(self._steps):
-            self.transport.exchange(*step.back)
+def split(span: Span) -> tuple[Span, Span]:
+    """Split a span of the tree, after the largest power of two below its length."""
+    lo, hi = span
+    middle = lo + (1 << (hi - lo - 1).bit_length() - 1)
+    return (lo, middle), (middle, hi)
 
 
-class Halving:
-    """One round of one rank: its messages, the memory for what it receives, and the additions."""
+def subtrees(run: range, span: Span) -> list[Span]:
+    """Return the largest spans of the tree below `span` that lie within a run of shards."""
+    lo, hi = span
+    if hi <= run.start or run.stop <= lo:
+        return []
+    if run.start <= lo and hi <= run.stop:
+        return [span]
+    return [each for half in split(span) for each in subtrees(run, half)]
 
-    def __init__(self, each: Round, vector: torch.Tensor, ranks: int) -> None:
-        """`vector` takes the sum. `ranks` is the number of all ranks."""
-        self.own = each.own
-        self._sends = [
-            (p.rank, p.send, [each.held.index(span) for span in spans])
-            for p in each.partners
-            for spans in in_messages(p.sends, ranks)
-            if p.send and spans
+
+def count_additions(span: Span) -> list[int]:
+    """Return how many additions of a subtree can be made after each of its leaves, in order."""
+    if span[1] - span[0] == 1:
+        return [0]
+    left, right = split(span)
+    *others, last = count_additions(left) + count_additions(right)
+    return [*others, last + 1]
+
+
+class Round(NamedTuple):
+    """What one rank does when the parts of its group become one: exchange, then add.
+
+    Numbers of the vector go to and come from other ranks: of all subtrees that the sender holds.
+    """
+
+    own: range  # numbers of its slice after the round
+    sends: list[tuple[int, range]]  # rank, numbers
+    receives: list[tuple[int, range, list[Span]]]  # rank, numbers, subtrees
+    spans: list[Span]  # subtrees that it holds after the additions
+
+
+def schedule(rank: int, runs: Sequence[range], length: int) -> list[Round]:
+    """Return the rounds of a rank, for a vector of `length` numbers.
+
+    `runs` are the shards that each rank carries, together 0 ... S-1.
+    """
+    starts = [run.start for run in runs]
+
+    def held(group: range) -> list[Span]:
+        return subtrees(range(starts[group[0]], runs[group[-1]].stop), (0, runs[-1].stop))
+
+    rounds, group = [], range(len(runs))
+    while len(group) > 1:
+        parts = divide(starts, group)
+        orders = [order(starts, part) for part in parts]
+        before = {peer: own for each in orders for peer, own in slices(each, length)}
+        after = dict(slices(take_turns(orders), length))
+        sends = [
+            (peer, numbers)
+            for peer in group
+            if peer != rank and (numbers := overlap(before[rank], after[peer]))
         ]
-        rows: dict[Span, torch.Tensor | None] = dict.fromkeys(each.held)
-        self.receives: list[tuple[int, list[torch.Tensor]]] = []
-        for peer, _, _, receive, spans in each.partners:
-            if not receive or not spans:
-                continue
-            if spans[0] not in rows:  # else another rank of the same part sends the rest of them
-                block = empty((len(spans), len(each.own)), vector.dtype, vector.device)
-                rows.update(zip(spans, block, strict=True))
-            part = _within(receive, each.own.start)
-            for message in in_messages(spans, ranks):
-                found = [row[part] for span in message if (row := rows[span]) is not None]
-                self.receives.append((peer, found))
-        order = sorted(rows)
-        self._rows = [rows[span] for span in order]  # None = held before
-        self._pairs = additions(order, each.result) if each.own else []
-        firsts = [lo for lo, _ in order]
-        self._kept = [firsts.index(lo) for lo, _ in each.result] if each.own else []
-        back = each.partners if each.comes_back else []
-        self.back = (
-            [(p.rank, [vector[_within(p.receive, 0)]]) for p in back if p.receive],
-            [(p.rank, [vector[_within(p.send, 0)]]) for p in back if p.send],
-        )
-
-    def sends(self, held: Sequence[torch.Tensor], start: int) -> Messages:
-        """Return what to send of the rows held before, whose first number is `start`."""
-        return [
-            (peer, [held[place][_within(send, start)] for place in places])
-            for peer, send, places in self._sends
+        receives = [
+            (peer, numbers, held(part))
+            for part in parts
+            for peer in part
+            if peer != rank and (numbers := overlap(before[peer], after[rank]))
         ]
-
-    def add(self, held: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
-        """Add what was received to the rows held before; return the rows of the own slice."""
-        if not self.own:  # there are more ranks than numbers
-            return []
-        mine = iter([row[_within(self.own, start)] for row in held])
-        rows = [next(mine) if row is None else row for row in self._rows]
-        for i, j in self._pairs:
-            into = j if self._rows[i] is not None and self._rows[j] is None else i
-            rows[i] = torch.add(rows[i], rows[j], out=rows[into])
-        return [rows[place] for place in self._kept]
+        own = after[rank]  # empty if there are more ranks than numbers
+        rounds.append(Round(own, sends, receives, held(group) if own else []))
+        group = next(part for part in parts if rank in part)
+    return rounds[::-1]
 
 
-def _within(numbers: range, start: int) -> slice:
-    """Return where these numbers are in a row whose first number is `start`."""
-    return slice(numbers.start - start, numbers.stop - start)
+def divide(starts: Sequence[int], group: range) -> list[range]:
+    """Return the parts of a group of ranks, the largest first.
+
+    If one must be larger by one, they meet at the border between shards that cuts fewer subtrees.
+    `starts` are the first shards of all ranks.
+    """
+    if len(group) <= 3:
+        return [range(rank, rank + 1) for rank in group]
+    low, high = group.start + len(group) // 2, group.start + (len(group) + 1) // 2
+    cut = max(low, high, key=lambda rank: starts[rank] & -starts[rank])
+    parts = [range(group.start, cut), range(cut, group.stop)]
+    return sorted(parts, key=len, reverse=True)
+
+
+def order(starts: Sequence[int], group: range) -> list[int]:
+    """Return the ranks of a group in the order of their slices."""
+    if len(group) == 1:
+        return [*group]
+    return take_turns([order(starts, part) for part in divide(starts, group)])
+
+
+def take_turns(orders: Sequence[Sequence[int]]) -> list[int]:
+    """Return the first ranks of all parts, then the second ones, and so on."""
+    return [rank for turn in zip_longest(*orders) for rank in turn if rank is not None]
+
+
+def slices(ranks: Sequence[int], length: int) -> Iterator[tuple[int, range]]:
+    """Yield ranks with their slices of a vector, in the order of both."""
+    for place, rank in enumerate(ranks):
+        yield rank, range(length * place // len(ranks), length * (place + 1) // len(ranks))
+
+
+def overlap(a: range, b: range) -> range:
+    """Return the numbers that are in both ranges."""
+    lo, hi = max(a.start, b.start), min(a.stop, b.stop)
+    return range(lo, max(lo, hi))
+
+
+def plan_sum(
+    span: Span, rows: Mapping[Span, torch.Tensor], last: int, additions: list[Pair]
+) -> torch.Tensor:
+    """Append the additions that sum rows to a span of the tree; return where the sum will be.
+
+    An addition changes its first operand: that with shard `last`, if one of them has it.
+    """
+    if span in rows:
+        return rows[span]
+    halves = split(span)
+    left, right = (plan_sum(half, rows, last, additions) for half in halves)
+    pair = (right, left) if last >= halves[1][0] else (left, right)
+    additions.append(pair)
+    return pair[0]
 
 
 class TreeReduce(Reduce):
@@ -185,16 +187,74 @@ class TreeReduce(Reduce):
 
     def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
         """`runs` are the shards that each rank carries, together 0 ... S-1."""
-        self.transport, run = transport, runs[transport.comm.rank]
-        self.subtrees = Subtrees(run, subtrees(run, (0, runs[-1].stop)), vector)
-        self.exchange = TreeAllreduce(transport, runs, vector)
+        super().__init__(transport, vector)
+        rank, length = transport.comm.rank, len(vector)
+        self._run = runs[rank]
+        self._next = self._run.start  # shard
+        spans = subtrees(self._run, (0, runs[-1].stop))
+        # The sums of shards so far are on a stack; the last subtree is in the vector.
+        self._additions = [count for span in spans for count in count_additions(span)]
+        self._heights = [*accumulate(1 - count for count in self._additions)]
+        self._stack = [
+            empty((length,), vector.dtype, vector.device)
+            for _ in range(max(self._heights[:-1], default=0))
+        ]
+        rows = dict(zip(spans, [*self._stack[: len(spans) - 1], vector], strict=True))
+        # what to send and receive in a round, and what to add; and what on the way back
+        self._there: list[tuple[Messages, Messages, list[Pair]]] = []
+        self._back: list[tuple[Messages, Messages]] = []
+        start = 0  # of the slice in the rows
+        for each in schedule(rank, runs, length):
+            sends = [
+                (peer, [row[_within(numbers, start)] for row in rows.values()])
+                for peer, numbers in each.sends
+            ]
+            arriving = sorted({span for _, _, spans in each.receives for span in spans})
+            block = empty((len(arriving), len(each.own)), vector.dtype, vector.device)
+            received = dict(zip(arriving, block, strict=True))
+            receives = [
+                (peer, [received[span][_within(numbers, each.own.start)] for span in spans])
+                for peer, numbers, spans in each.receives
+            ]
+            rows = {span: row[_within(each.own, start)] for span, row in rows.items()} | received
+            pairs: list[Pair] = []
+            last = self._run.stop - 1
+            rows = {span: plan_sum(span, rows, last, pairs) for span in each.spans}
+            self._there.append((sends, receives, pairs))
+            sends = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers, _ in each.receives]
+            receives = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers in each.sends]
+            self._back.insert(0, (sends, receives))
+            start = each.own.start
 
     def accumulate(self, shard: int) -> None:
         """Add the leaf of `shard` to the tree; the vector is zero for the next one."""
-        self.subtrees.accumulate(shard)
+        while self._next < shard:  # of shards without samples
+            self._add_leaf(torch.zeros_like(self._vector))
+        self._add_leaf(self._vector)
+
+    def _add_leaf(self, leaf: torch.Tensor) -> None:
+        number = self._next - self._run.start
+        place, count = self._heights[number] - 1, self._additions[number]
+        for part in reversed(self._stack[place : place + count]):
+            leaf.add_(part)
+        self._next += 1
+        if self._next < self._run.stop:
+            self._stack[place].copy_(leaf)
+            leaf.zero_()
 
     def __call__(self) -> None:
         """Sum the vector over all ranks, in place. Collective."""
-        sums = self.subtrees.finish()
-        self.exchange(sums)
-        self.subtrees.release(sums)
+        if self._next < self._run.stop:  # the last shard had no samples: only flags and seconds
+            self.accumulate(self._run.stop - 1)
+        self._next = self._run.start
+        for sends, receives, pairs in self._there:
+            self.transport.exchange(sends, receives)
+            for total, part in pairs:
+                total.add_(part)
+        for sends, receives in self._back:
+            self.transport.exchange(sends, receives)
+
+
+def _within(numbers: range, start: int) -> slice:
+    """Return where these numbers are in a row whose first number is `start`."""
+    return slice(numbers.start - start, numbers.stop - start)
