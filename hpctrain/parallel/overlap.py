@@ -8,11 +8,9 @@ gradients are complete and all segments before it have been sent, in the last ba
 has in a step; earlier batches only accumulate. Segments that backward does not complete (a
 parameter that it does not reach, a rank without samples) are sent after backward.
 
-A hook on each parameter counts calls; a complete segment is added to the message. torch calls the
-hook once per backward, when the gradients of all uses of the parameter are in `.grad`, and once
-more for each backward within backward (reentrant checkpoints). The number of calls that completes a
-gradient is learnt from the batches before. A further call, after the segment was sent, raises an
-error instead of giving a wrong sum.
+torch calls a hook of a parameter when the gradients of all its uses are in `.grad`. It calls the
+hook again for each backward within backward (a reentrant checkpoint) that uses the parameter too.
+If its segment was sent by then, this is an error instead of a wrong sum.
 
 One thread makes the blocking calls. Nothing else in the process communicates at that time, so
 MPI_THREAD_SERIALIZED is sufficient. On a GPU the thread has its own stream, which waits for the
@@ -61,40 +59,32 @@ class Overlapped(Reduce):
         Raises UsageError if MPI may be called by one thread only.
         """
         check_threads("--overlap")
-        self.transport, self._parts, self._device = parts[0].transport, parts, message.device
-        self._message = message
+        super().__init__(parts[0].transport, message.tensor)
+        self._message, self._parts = message, parts
         segments = message.layout.segments
-        self._names = [segment.name for segment in segments]
-        self._part = [
-            next(part for part, span in enumerate(spans) if s.offset in span) for s in segments
+        # the parameters in each part, by their number in the layout
+        self._members = [[n for n, s in enumerate(segments) if s.offset in span] for span in spans]
+        self._hooks = [
+            message.parameters[segments[number].name].register_post_accumulate_grad_hook(
+                partial(self._complete, part, number)
+            )
+            for part, members in enumerate(self._members)
+            for number in members
         ]
-        self._members = [
-            [number for number, of in enumerate(self._part) if of == part]
-            for part in range(len(parts))
-        ]
-        self._enough = [0] * len(segments)  # hook calls per batch, by parameter; 0 = unknown
-        self._shards: list[int] = []  # of this rank, remaining in this step
+        self._thread = ThreadPoolExecutor(1, "overlap")
+        self._stream = new_stream(message.device)
         self._sent = 0  # number of parts, in this step
         self._last: Future[None] = Future()  # of the part that was sent last
         self._last.set_result(None)
-        self._forget()
-        self._thread = ThreadPoolExecutor(1, "overlap")
-        self._stream = new_stream(message.device)
-        self._hooks = [
-            message.parameters[name].register_post_accumulate_grad_hook(
-                partial(self._count, number)
-            )
-            for number, name in enumerate(self._names)
-        ]
+        self.begin([])
 
     def begin(self, shards: Sequence[int]) -> None:
         """Begin a step in which this rank processes one batch of each of `shards`."""
-        self._shards = list(shards)
-        self._forget()
+        self._shards = [*shards]  # that remain in this step
+        self._missing = [{*members} for members in self._members]  # gradients, of the batch
 
     def accumulate(self, shard: int) -> None:
         """Accumulate what the message holds after this rank has processed `shard`."""
-        self._enough = list(map(max, self._enough, self._calls))
         *segments, rest = self._parts
         if self._shards == [shard]:
             while self._sent < len(segments):
@@ -103,15 +93,14 @@ class Overlapped(Reduce):
             for part in segments:
                 part.accumulate(shard)
         rest.accumulate(shard)
-        self._shards = self._shards[1:]
-        self._forget()
+        self.begin(self._shards[1:])
 
     def __call__(self) -> None:
         """Send the remaining parts; the current stream waits for all sums. Collective."""
         while self._sent < len(self._parts):
             self._send(None)
         self._last.result()
-        record_event(self._device, stream=self._stream).wait()
+        record_event(self._message.device, stream=self._stream).wait()
         self._sent = 0
 
     def close(self) -> None:
@@ -120,29 +109,23 @@ class Overlapped(Reduce):
             hook.remove()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _forget(self) -> None:
-        """Reset the counts. The rest, which has no gradients, is never complete."""
-        self._calls = [0] * len(self._part)
-        self._missing = [self._part.count(number) for number in range(len(self._parts) - 1)] + [1]
-
-    def _count(self, number: int, parameter: torch.Tensor) -> None:
+    def _complete(self, part: int, number: int, parameter: torch.Tensor) -> None:
         """Hook of a parameter, called when backward has accumulated its gradient."""
-        part = self._part[number]
         if part < self._sent:
             raise RunError(
-                f"the gradient of {self._names[number]} grew after it was summed: a backward within"
-                " backward (a reentrant checkpoint) came that was not in the batches before; use"
-                " --overlap 0"
+                f"the gradient of {self._message.layout.segments[number].name} grew after it was"
+                " summed: a layer is used by two backward passes within the one (reentrant"
+                " checkpoints); use --overlap 0"
             )
-        self._calls[number] += 1
-        self._missing[part] -= self._calls[number] == self._enough[number]
-        while len(self._shards) == 1 and not self._missing[self._sent]:
-            self._message.add_gradients(self._members[self._sent])
-            self._send(self._shards[0])
+        self._missing[part].discard(number)
+        if len(self._shards) == 1:
+            while self._sent < len(self._members) and not self._missing[self._sent]:
+                self._message.add_gradients(self._members[self._sent])
+                self._send(self._shards[0])
 
     def _send(self, shard: int | None) -> None:
         """Queue the sum of the next part, after accumulating `shard` into it, if given."""
-        now, before = record_event(self._device), self._last
+        now, before = record_event(self._message.device), self._last
         self._last = self._thread.submit(self._sum, self._parts[self._sent], shard, now, before)
         self._sent += 1
 
