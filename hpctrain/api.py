@@ -124,9 +124,9 @@ def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
     place = launched_rank(), launched_size() or 1, socket.gethostname()
     with signals_caught(), warnings.catch_warnings(), Watchdog(*place, timeout) as watchdog:
         doing(f"hpctrain.{name}")
-        from hpctrain.parallel.mpi import abort_all, conclude, start_mpi
+        from hpctrain.parallel.mpi import MPI, conclude, start_mpi
 
-        watchdog.abort = abort_all
+        watchdog.abort = MPI.COMM_WORLD.Abort
         comm = start_mpi()
         try:
             doing("starting")

@@ -153,9 +153,9 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
-        from hpctrain.parallel.mpi import abort_all, conclude, on_all, start_mpi
+        from hpctrain.parallel.mpi import MPI, conclude, on_all, start_mpi
 
-        watchdog.abort = abort_all
+        watchdog.abort = MPI.COMM_WORLD.Abort
         try:
             fault("mpi.starting")
             comm = start_mpi()

@@ -86,9 +86,9 @@ def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
     found: dict[str, Any] = {"mpi_error": mpi_error, "launcher": launcher} | _cpu_facts()
     local_rank, threads = 0, len(found["cores"])
     if comm is not None:
-        from hpctrain.parallel import hosts, mpi
+        from hpctrain.parallel import mpi
 
-        local_rank, threads = hosts.comm_of_host(comm).rank, hosts.fair_threads(comm)
+        local_rank, threads = mpi.comm_of_host(comm).rank, mpi.fair_threads(comm)
         versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # as in MPICH
         found |= dict(size=comm.size, **_mpi_facts())
     found |= _torch_facts(versions, local_rank) | _folder_facts()
@@ -162,7 +162,6 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
-    from hpctrain.parallel.device import which_gpu
     from hpctrain.parallel.nccl import nccl_version
 
     gpus = []
@@ -170,7 +169,7 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
         about = torch.cuda.get_device_properties(number)
         uuid = str(getattr(about, "uuid", number))
         gpus.append(Gpu(about.name, about.total_memory, uuid))
-    own = which_gpu(local_rank, len(gpus))
+    own = local_rank % len(gpus)
     torch.cuda.set_device(own)
     return dict(gpus=tuple(gpus), gpu=own, nccl=nccl_version())
 

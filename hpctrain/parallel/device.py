@@ -40,19 +40,12 @@ def built_for() -> str:
     return ""
 
 
-def which_gpu(local_rank: int, visible: int) -> int | None:
-    """Return the index of a rank's GPU among those that it sees; None if it sees none.
-
-    It is the local rank modulo the number of GPUs: 0 if the launcher shows each rank only its own.
-    """
-    return local_rank % visible if visible else None
-
-
 def choose_device(requested: str, local_rank: int) -> torch.device:
-    """Return the device of a rank, by `which_gpu`; the CPU if it sees no GPU.
+    """Return the device of a rank, and make it the current one; the CPU if the rank sees no GPU.
 
-    Makes the GPU the current one. Raises UsageError if CUDA is requested and missing, or if a GPU
-    cannot be used.
+    It is the GPU of the local rank modulo the number of GPUs: the first one if the launcher shows
+    each rank only its own. Raises UsageError if CUDA is requested and missing, or if a GPU cannot
+    be used.
     """
     count = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and count == 0:
@@ -60,16 +53,15 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
             f"--device cuda, but torch {torch.__version__} sees no GPU"
             + ("" if built_for() else " (this torch was built without GPUs)")
         )
-    number = which_gpu(local_rank, count)
-    if number is None:
+    if count == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", number)
+    device = torch.device("cuda", local_rank % count)
     try:
         torch.cuda.set_device(device)
         record_event(device).synchronize()  # first use of the GPU, unlike set_device
     except RuntimeError as error:  # an old driver, a GPU that another process holds
         raise UsageError(
-            f"GPU {number} of {count} cannot be used ({first_line(error)}): python -m"
+            f"GPU {device.index} of {count} cannot be used ({first_line(error)}): python -m"
             " hpctrain doctor shows more; --device cpu does without"
         ) from error
     return device
@@ -207,31 +199,23 @@ def hardware_key(device: torch.device) -> str:
 
 
 @contextmanager
-def name_out_of_memory() -> Iterator[None]:
-    """Raise RunError, one line that says what helps, if torch or NumPy runs out of memory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
-            raise
-        raise RunError(
-            f"out of memory ({brief(first_line(error))}): a rank holds the images of one shard at a"
-            " time: a new run with more --shards needs less memory, but batch norm then normalizes"
-            " smaller groups of images, so the result differs"
-        ) from error
+def explain_errors(refused: type[Failure]) -> Iterator[None]:
+    """Raise one line that says what helps in place of two errors of torch.
 
-
-@contextmanager
-def name_refused_operation(kind: type[Failure]) -> Iterator[None]:
-    """Raise an error of this kind if torch refuses an operation because of --deterministic.
-
-    Its text is a single line that names the operation.
+    RunError if memory runs out, and `refused` if torch refuses an operation, which is named,
+    because of --deterministic.
     """
     try:
         yield
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
         text = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or NO_MEMORY.search(text):
+            raise RunError(
+                f"out of memory ({brief(first_line(error))}): a rank holds the images of one shard"
+                " at a time: a new run with more --shards needs less memory, but batch norm then"
+                " normalizes smaller groups of images, so the result differs"
+            ) from error
         if REFUSAL not in text:
             raise
-        refused = f"{text.partition(REFUSAL)[0].strip()} {REFUSAL} in torch"
-        raise kind(f"--deterministic: {refused}") from error
+        operation = text.partition(REFUSAL)[0].strip()
+        raise refused(f"--deterministic: {operation} {REFUSAL} in torch") from error

@@ -1,4 +1,4 @@
-"""MPI: initialization, agreement between ranks, and termination of all ranks together.
+"""MPI: initialization, agreement between ranks, hosts, and termination of all ranks together.
 
 This is the only module that imports mpi4py, and importing it initializes MPI; nothing imports it
 before a subcommand needs several ranks. All other code receives a communicator.
@@ -18,11 +18,12 @@ import socket
 import sys
 import traceback
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
-from hpctrain.cluster import launched_rank, launched_size, local_size
+from hpctrain.cluster import launched_rank, launched_size, local_size, place_in_step
 from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.fault import fault
 from hpctrain.watchdog import MPI_INIT, current, doing, waiting
@@ -170,6 +171,52 @@ def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
                 raise agreed(UsageError(f"{text} {rank}"))
 
 
+HOST = MPI.Comm.Create_keyval()  # attribute of a communicator: the communicator of its host
+
+
+def comm_of_host(comm: Comm) -> Comm:
+    """Return the communicator of the ranks of this host, an attribute of `comm`. Collective.
+
+    Under srun, Slurm's variables define it: MPI libraries that compare host names with Slurm's node
+    names would put every rank into a communicator of its own if the two differ.
+    """
+    if (host := comm.Get_attr(HOST)) is None:
+        node, task = place_in_step(comm.rank, comm.size)
+        with waiting():
+            if minimum(comm, node)[0] >= 0:
+                host = comm.Split(node, task)
+            else:
+                host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        comm.Set_attr(HOST, host)
+    return cast(Comm, host)
+
+
+def fair_threads(comm: Comm) -> int:
+    """Return the number of CPU threads per rank with which no cores are oversubscribed. Collective.
+
+    This is OMP_NUM_THREADS if set, otherwise the number of allowed cores divided by the number of
+    ranks that may use them; the minimum over all ranks.
+    """
+    cores = os.sched_getaffinity(0)
+    sharing = sum(bool(cores & theirs) for theirs in allgather(comm_of_host(comm), cores))
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    given = int(wanted) if wanted.isdigit() else 0
+    return max(1, minimum(comm, given or len(cores) // sharing)[0])
+
+
+def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
+    """Return all host names, and ranks and cores of the host with the fewest cores per rank.
+
+    Collective.
+    """
+    ranks, cores = Counter[str](), defaultdict[str, set[int]](set)
+    for host, allowed in allgather(comm, (socket.gethostname(), os.sched_getaffinity(0))):
+        ranks[host] += 1
+        cores[host] |= allowed
+    fullest = max(ranks, key=lambda host: ranks[host] / len(cores[host]))
+    return sorted(ranks), ranks[fullest], len(cores[fullest])
+
+
 def conclude(error: BaseException) -> int:
     """Return the exit code of a parallel subcommand that raised this error, or abort all ranks.
 
@@ -226,11 +273,6 @@ def check_threads(flag: str) -> None:
             f"{flag} calls MPI from a thread of its own, and {library()} was started without"
             f" MPI_THREAD_SERIALIZED: leave out {flag}"
         )
-
-
-def abort_all(code: int) -> None:
-    """Abort all ranks with this exit code, from any thread."""
-    MPI.COMM_WORLD.Abort(code)
 
 
 def library() -> str:

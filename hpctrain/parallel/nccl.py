@@ -26,7 +26,6 @@ class UniqueId(ctypes.Structure):
 
 
 FUNCTIONS: dict[str, tuple[Any, ...]] = {  # all return a ncclResult_t, an int
-    "ncclGetVersion": (POINTER(c_int),),
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
     "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
@@ -83,13 +82,11 @@ def _torch_library() -> ctypes.CDLL:
 
 def nccl_version() -> str:
     """Return name and version of torch's NCCL, such as "NCCL 2.29.7"; empty if it has none."""
-    found = c_int()
     try:
-        load_nccl().ncclGetVersion(ctypes.byref(found))
-    except RunError:
+        version = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    except (AttributeError, RuntimeError):
         return ""
-    major, rest = divmod(found.value, 10000)
-    return f"{'RCCL' if torch.version.hip else 'NCCL'} {major}.{rest // 100}.{rest % 100}"
+    return f"{'RCCL' if torch.version.hip else 'NCCL'} {version}"
 
 
 class RankDevice(NamedTuple):
@@ -125,8 +122,7 @@ def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> Choic
     Raises UsageError with the reason if the `wanted` one is not possible, and if only some ranks
     have a GPU: these round differently, so weights that each rank updates would drift apart.
     """
-    names = [f"rank {rank} ({place.host})" for rank, place in enumerate(ranks)]
-    without = [name for name, place in zip(names, ranks, strict=True) if not place.gpu]
+    without = [f"rank {rank} ({place.host})" for rank, place in enumerate(ranks) if not place.gpu]
     if wanted in ("nccl", "mpi-gpu") and without:
         raise UsageError(f"--reduce {wanted} is for GPUs: {without[0]} has none")
     if len(without) == len(ranks):
@@ -136,13 +132,12 @@ def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> Choic
             f"{len(without)} of {len(ranks)} ranks see no GPU, such as {without[0]}:"
             " weights would differ; give every rank a GPU, or all --device cpu"
         )
-    others = [rank for rank, place in enumerate(ranks) if place.nccl != ranks[0].nccl]
     against = describe_sharing(ranks)
-    if others:
-        versions = [ranks[rank].nccl or "no NCCL" for rank in (0, others[0])]
-        against = f"{versions[0]} on rank 0, {versions[1]} on {names[others[0]]}"
-    elif not ranks[0].nccl:
-        against = "torch was built without NCCL"
+    for rank, place in enumerate(ranks):
+        if not place.nccl:
+            against = f"torch on rank {rank} ({place.host}) was built without NCCL"
+        elif place.nccl != ranks[0].nccl:
+            against = f"{ranks[0].nccl} on rank 0, {place.nccl} on rank {rank} ({place.host})"
     if wanted == "nccl" and against:
         raise UsageError(f"--reduce nccl: {against}")
     if wanted != "auto":

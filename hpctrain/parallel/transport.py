@@ -23,9 +23,18 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import choose_device, keep_memory
-from hpctrain.parallel.hosts import comm_of_host, fair_threads
 from hpctrain.parallel.memory import zeros_for_messages
-from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, library, on_all, on_root
+from hpctrain.parallel.mpi import (
+    LARGEST,
+    MPI,
+    Comm,
+    allgather,
+    comm_of_host,
+    fair_threads,
+    library,
+    on_all,
+    on_root,
+)
 from hpctrain.parallel.nccl import (
     Choice,
     RankDevice,

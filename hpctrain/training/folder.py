@@ -24,9 +24,8 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key
-from hpctrain.parallel.hosts import describe_hosts
 from hpctrain.parallel.memory import memory_of
-from hpctrain.parallel.mpi import library
+from hpctrain.parallel.mpi import describe_hosts, library
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome

@@ -29,7 +29,7 @@ from hpctrain.inference.tasks import Task, network_output, output_shape
 from hpctrain.models import as_bytes, evaluating
 from hpctrain.models.build import check_names, checked_output
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torch
+from hpctrain.parallel.device import explain_errors, fork_rng, seed_torch
 from hpctrain.text import listed
 from hpctrain.training.input import FIRST_ROWS
 
@@ -63,7 +63,7 @@ def probe_model(
 
     torch.manual_seed(key)
     names = {*model.state_dict(), *dict(model.named_buffers())}
-    with name_refused_operation(UsageError):
+    with explain_errors(UsageError):
         probe = norms.probe(lambda: forward(inputs), len(rows))
         check_names(names, {*model.state_dict(), *dict(model.named_buffers())})
         # only in backward torch refuses some operations, and checkpoints run layers again

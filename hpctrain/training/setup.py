@@ -32,8 +32,7 @@ from hpctrain.inference.tasks import make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import place
-from hpctrain.parallel.hosts import comm_of_host
-from hpctrain.parallel.mpi import Comm, check_equal_on_all, on_all, on_root
+from hpctrain.parallel.mpi import Comm, check_equal_on_all, comm_of_host, on_all, on_root
 from hpctrain.parallel.transport import open_device, open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.text import brief, listed

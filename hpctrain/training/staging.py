@@ -18,8 +18,7 @@ from hpctrain.data.pack import Pack, Stored
 from hpctrain.data.split import File, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import check_room, remove_left_behind, whole_file, write_at, writing
-from hpctrain.parallel.hosts import comm_of_host
-from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
+from hpctrain.parallel.mpi import Comm, agreed, allgather, comm_of_host, on_all, on_root
 from hpctrain.watchdog import doing
 
 PIECE = 1 << 20  # bytes copied at a time

@@ -18,7 +18,7 @@ from hpctrain.data.pack import Pack
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.models import read_model, save_model
-from hpctrain.parallel.device import name_out_of_memory, name_refused_operation, torch_settings
+from hpctrain.parallel.device import explain_errors, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
     agreed,
@@ -100,8 +100,7 @@ def run_training(
     lock = RunLock()
     with ExitStack() as stack:
         stack.callback(lock.release)
-        stack.enter_context(name_refused_operation(RunError))
-        stack.enter_context(name_out_of_memory())
+        stack.enter_context(explain_errors(RunError))
         started("setting up")
         earlier = on_root(comm, find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):

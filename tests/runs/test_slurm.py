@@ -187,8 +187,7 @@ def test_a_notice_to_the_batch_shell_alone_saves_and_exits_75(cluster):
 
 
 FACTS = """
-from hpctrain.parallel.hosts import comm_of_host
-from hpctrain.parallel.mpi import start_mpi
+from hpctrain.parallel.mpi import comm_of_host, start_mpi
 from hpctrain.cluster import job_end
 comm = start_mpi()
 host = comm_of_host(comm)

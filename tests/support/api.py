@@ -90,9 +90,9 @@ def make_sum(transport, vector, runs=None, narrow=0):
 # Ranks: what started them, what they agree on, which GPUs they use
 from hpctrain import cluster
 from hpctrain.parallel import memory, mpi, nccl, transport
-from hpctrain.parallel.device import which_gpu
+from hpctrain.parallel.device import choose_device
 
-__all__ += ["cluster", "memory", "mpi", "nccl", "transport", "which_gpu"]
+__all__ += ["choose_device", "cluster", "memory", "mpi", "nccl", "transport"]
 
 # Orders: who reads which samples, and when
 from hpctrain.data.orders import Permutation
