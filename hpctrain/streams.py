@@ -1,11 +1,5 @@
 """Streams and events of a device, and what is built on them.
 
-    record_event, new_stream        torch's events and streams of a GPU; on the CPU a stand-in, None
-    Upload, copy_to_device          copies to the device, concurrent with the training kernels
-    Snapshot, copy_to_host          copies from the device, without waiting for the current step
-    Clock                           seconds measured on the device
-    GraphRecorder                   CUDA graphs
-
 A stream of a GPU is a queue of copies and kernels; an event marks a position in one:
 https://docs.pytorch.org/docs/stable/notes/cuda.html. All synchronization of the package with a GPU
 is in this file. The host queues work and runs ahead of the device. On the CPU all work is done

@@ -223,25 +223,22 @@ def conclude(error: BaseException) -> int:
     An agreed error is printed by rank 0. Any other error is printed with rank and host and aborts
     all ranks, since the others might wait in a collective forever.
     """
-    world = MPI.COMM_WORLD
+    world, code = MPI.COMM_WORLD, 1
+    text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, Failure):
+        code, text = error.exit_code, str(error)
         if error.agreed or world.size == 1:
             if world.rank == 0 and launched_rank() == 0:
-                print(f"hpctrain: {error}", file=sys.stderr, flush=True)
-            return error.exit_code
-        return _abort(world, str(error), error.exit_code)
-    if isinstance(error, KeyboardInterrupt):
-        return _abort(world, "interrupted", 1)
-    if isinstance(error, BrokenPipeError) and world.size == 1:
+                print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+            return code
+    elif isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    elif isinstance(error, BrokenPipeError) and world.size == 1:
         raise error
-    return _abort(world, "".join(traceback.format_exception(error)).rstrip(), 1)
-
-
-def _abort(world: Comm, text: str, code: int) -> int:
-    where = f"[rank {world.rank} of {world.size} @{socket.gethostname()}]"
     if watchdog := current():
         watchdog.fail(text.splitlines()[-1])
     sys.stdout.flush()
+    where = f"[rank {world.rank} of {world.size} @{socket.gethostname()}]"
     print("".join(f"{where} {line}\n" for line in text.splitlines()), file=sys.stderr, end="")
     sys.stderr.flush()
     if world.size > 1:

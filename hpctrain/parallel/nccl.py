@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, NamedTuple
 
@@ -42,26 +41,24 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {  # all return a ncclResult_t, an int
 
 
 def load_nccl(path: str = "") -> Any:
-    """Load an NCCL library, torch's by default. Raises RunError if there is none.
+    """Load an NCCL library, by default the one that torch's library for GPUs has loaded.
 
     Its functions raise RunError with NCCL's message if they fail.
     """
-    library = ctypes.CDLL(path) if path else _torch_library()
+    own = "libtorch_hip.so" if torch.version.hip else "libtorch_cuda.so"
+    library = ctypes.CDLL(path or own, mode=ctypes.DEFAULT_MODE if path else os.RTLD_NOLOAD)
 
     def check(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
         if code:
             raise nccl_error(library, function.__name__, code)
         return code
 
-    try:
-        for name, types in FUNCTIONS.items():
-            function = getattr(library, name)
-            function.argtypes, function.errcheck = types, check
-        for name, type_ in (("ncclGetErrorString", c_int), ("ncclGetLastError", c_void_p)):
-            function = getattr(library, name)
-            function.argtypes, function.restype = (type_,), c_char_p
-    except AttributeError as error:
-        raise RunError(f"torch {torch.__version__} was built without NCCL ({error})") from None
+    for name, types in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.errcheck = types, check
+    for name, type_ in (("ncclGetErrorString", c_int), ("ncclGetLastError", c_void_p)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (type_,), c_char_p
     return library
 
 
@@ -70,14 +67,6 @@ def nccl_error(library: Any, name: str, code: int) -> RunError:
     words = [library.ncclGetErrorString(code), library.ncclGetLastError(None)]
     text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
     return RunError(f"{name} failed on this rank or a rank it talks to: {text}")
-
-
-def _torch_library() -> ctypes.CDLL:
-    """Return torch's library for GPUs, in which those that it loaded are found, such as NCCL."""
-    for name in ("libtorch_cuda.so", "libtorch_hip.so"):
-        with suppress(OSError):
-            return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
-    raise RunError(f"torch {torch.__version__} was built without GPUs")
 
 
 def nccl_version() -> str:
