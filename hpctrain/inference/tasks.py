@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hpctrain.data.partition import random_key
 from hpctrain.inference.own import NONE, Functions, Sums, compute_losses, sum_metric
 
-Tensor = torch.Tensor
 Answers = tuple[Tensor, Tensor]  # predicted classes (n,) and their probabilities (n,)
 
 
@@ -59,29 +58,27 @@ class Classification:
         loss = self._loss(scores, targets, self.weights, self.label_smoothing)
         return loss, (scores.detach().argmax(1) == targets).sum()
 
-    def evaluate(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> tuple[Sums, Answers | None]:
+    def evaluate(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Sums, Answers]:
         """Return the sums of the loss, without smoothing, and the answers."""
         scores = network_output(model, inputs, self.precision)
-        sums = {"loss": _summed(self._loss(scores, targets, None), targets)}
+        loss = self._loss(scores, targets, None)
+        sums = {"loss": (loss, loss.new_full((), len(targets)))}
         if self.weights is not None:
             weighted = self._loss(scores, targets, self.weights), self.weights[targets].sum()
             sums = {"loss": weighted, "unweighted_loss": sums["loss"]}
         if self.own.metric:
             sums |= sum_metric(self.own.metric, scores, targets)
-        return sums, _answers(scores)
+        answers = scores.argmax(1)
+        return sums, (answers, scores.softmax(1).gather(1, answers[:, None]).squeeze(1))
 
     def _loss(
         self, scores: Tensor, targets: Tensor, weights: Tensor | None, smoothing: float = 0.0
     ) -> Tensor:
         """Return the sum of the samples' losses, weighted by class if there are `weights`."""
-        if self.own.loss is None:
-            return F.cross_entropy(
-                scores, targets, weights, reduction="sum", label_smoothing=smoothing
-            )
-        losses = compute_losses(self.own.loss, scores, targets)
-        return (losses if weights is None else losses * weights[targets]).sum()
+        if self.own.loss:
+            losses = compute_losses(self.own.loss, scores, targets)
+            return (losses if weights is None else losses * weights[targets]).sum()
+        return F.cross_entropy(scores, targets, weights, reduction="sum", label_smoothing=smoothing)
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,9 @@ class Denoising:
     precision: str = "fp32"
     noise: str = "salt-pepper"
     level: float = 0.1
-    classes: int = 0  # no confusion matrix
-    weights: None = None  # no classes
     own: Functions = NONE  # the user's
+    classes = 0  # no confusion matrix
+    weights = None
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the images with noise drawn by `key`, and the clean images."""
@@ -104,22 +101,23 @@ class Denoising:
         restored = network_output(model, inputs, self.precision)
         return self._loss(restored, targets), inputs.new_zeros((), dtype=torch.int64)
 
-    def evaluate(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> tuple[Sums, Answers | None]:
+    def evaluate(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Sums, None]:
         """Return the sums of losses after and before restoration, and no classes."""
         restored = network_output(model, inputs, self.precision)
         losses = {"loss": self._loss(restored, targets), "noisy": self._loss(inputs, targets)}
-        sums = {name: _summed(loss, targets) for name, loss in losses.items()}
+        sums = {name: (loss, loss.new_full((), len(targets))) for name, loss in losses.items()}
         if self.own.metric:
             sums |= sum_metric(self.own.metric, restored, targets)
         return sums, None
 
     def _loss(self, images: Tensor, clean: Tensor) -> Tensor:
         """Return the sum of the samples' losses, by default their mean squared errors."""
-        if self.own.loss is None:
-            return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
-        return compute_losses(self.own.loss, images, clean).sum()
+        if self.own.loss:
+            return compute_losses(self.own.loss, images, clean).sum()
+        return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
+
+
+Task = Classification | Denoising
 
 
 def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
@@ -142,20 +140,6 @@ def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
     return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)
 
 
-def _summed(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of a figure's values, and that of their weights, the number of samples."""
-    return values, values.new_full((), len(targets))
-
-
-Task = Classification | Denoising
-
-
-def _answers(scores: Tensor) -> Answers:
-    """Return the class of the largest score (n, K) of each sample, and its probability."""
-    answers = scores.argmax(1)
-    return answers, scores.softmax(1).gather(1, answers[:, None]).squeeze(1)
-
-
 def make_task(settings: dict[str, Any], classes: int, like: Tensor, own: Functions = NONE) -> Task:
     """Make the task for `classes` classes, as a plan or a saved network's metadata describe it.
 
@@ -164,15 +148,9 @@ def make_task(settings: dict[str, Any], classes: int, like: Tensor, own: Functio
     """
     precision = settings["precision"]
     if settings.get("task", "classify") == "denoise":
-        return Denoising(precision, settings["noise"], settings["noise_level"], own=own)
-    weights = settings.get("class_weights")
-    return Classification(
-        precision,
-        settings.get("label_smoothing", 0.0),
-        classes,
-        like.new_tensor(weights) if weights else None,
-        own,
-    )
+        return Denoising(precision, settings["noise"], settings["noise_level"], own)
+    weights = like.new_tensor(given) if (given := settings.get("class_weights")) else None
+    return Classification(precision, settings.get("label_smoothing", 0.0), classes, weights, own)
 
 
 def output_shape(task: str, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:

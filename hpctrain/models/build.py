@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +25,12 @@ from torch.nn.parameter import is_lazy
 from hpctrain.config.imports import Imported, import_function, is_of_timm, one_line
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
-from hpctrain.models.small import autoencoder, digits
+from hpctrain.models.small import Autoencoder, DigitsNet
 from hpctrain.models.weights import TYPES
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "autoencoder": autoencoder,
-    "digits": digits,
+    "autoencoder": Autoencoder,
+    "digits": DigitsNet,
     "resnet18": resnet18,
     "resnet34": resnet34,
     "resnet50": resnet50,
@@ -199,20 +197,3 @@ def own_input(model: nn.Module) -> Mapping[str, Any]:
     """Return `architecture`, `input_size` (C, H, W), `mean` and `std`; empty if not known."""
     found = getattr(model, "pretrained_cfg", None)
     return found if isinstance(found, dict) and found.get("mean") else {}
-
-
-def convert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of earlier names, or for other sizes of images, as timm converts them.
-
-    They are unchanged if `model` is not of timm, or timm cannot convert them.
-    """
-    home = sys.modules[type(model).__module__]
-    if not home.__name__.startswith("timm.") or not hasattr(home, "checkpoint_filter_fn"):
-        return tensors
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about how it resizes
-            converted: dict[str, Tensor] = home.checkpoint_filter_fn(dict(tensors), model)
-            return converted
-    except Exception:
-        return tensors

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hpctrain.config.imports import one_line
 from hpctrain.errors import UsageError
-from hpctrain.models.build import convert, own_input
+from hpctrain.models.build import own_input
 from hpctrain.models.weights import COUNTER, is_torch_file, load_weights, read_model
 from hpctrain.text import listed
 
@@ -48,84 +48,66 @@ class InitialWeights:
     # the file's; 0 if it has none
     adapted: dict[str, int]  # first convolutions, and the channels of the file's
     left_out: tuple[str, ...]  # tensors of the file
-    resized: tuple[str, ...]  # tensors for another size of images, such as position embeddings
     scaling: Scaling | None  # of its images; None: the file does not say
 
     def __str__(self) -> str:
         """Return one line: what was loaded, replaced, and left out."""
         place = f"{self.entry} of {self.path}" if self.entry else self.path
         loaded = f"{self.tensors - len(self.fresh)} of {self.tensors} tensors loaded"
-        names = f", their names without {self.prefix!r}" if self.prefix else ""
-        theirs = max(self.fresh.values(), default=0) or "no"
-        others = {
-            f"the classifier starts fresh ({theirs} classes in the file)": self.fresh,
-            "adapted to the channels of the images": self.adapted,
-            "resized for images of this size": self.resized,
-            "left out": self.left_out,
-        }
-        texts = [f"{what}: {listed(which, 3)}" for what, which in others.items() if which]
-        return "; ".join([f"--init {place}: {loaded}{names}", *texts])
+        text = f"--init {place}: {loaded}"
+        if self.prefix:
+            text += f", their names without {self.prefix!r}"
+        if self.fresh:
+            theirs = max(self.fresh.values()) or "no"
+            text += f"; the classifier starts fresh ({theirs} classes in the file): "
+            text += listed(self.fresh, 3)
+        if self.adapted:
+            text += f"; adapted to the channels of the images: {listed(self.adapted)}"
+        if self.left_out:
+            text += f"; left out: {listed(self.left_out, 3)}"
+        return text
 
 
 def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -> InitialWeights:
     """Load initial weights into `model`, a network for `classes` classes and `channels` channels.
 
-    All tensors must fit, with the exceptions of `fit`, or after timm has converted them for a
-    network of its own. Raises UsageError that names the first tensors that do not fit.
+    All tensors must fit, with three exceptions. A classifier for another number of classes, or that
+    is not in the file, keeps its values. A first convolution for another number of channels gets
+    the file's weights as in timm: for one channel their sum over the channels, otherwise repeated
+    and scaled by the ratio of the numbers of channels. Batch counters may be missing. Raises
+    UsageError that names the first tensors that do not fit.
     """
     found, metadata, entry = read_weights(path)
-    named, prefix = rename(found, model.state_dict())
+    state = model.state_dict()
+    tensors, prefix = rename(found, state)
+    left_out = [name for name in found if not name.startswith(prefix)]
+    fresh = fresh_classifier(model, tensors, classes)
+    others = [name for name in tensors if name not in state]
+    if fresh and not any(fresh.values()) and len({n.rpartition(".")[0] for n in others}) == 1:
+        left_out += others  # the classifier of the file
+        tensors = {name: tensor for name, tensor in tensors.items() if name in state}
+    tensors |= {name: state[name] for name in fresh}
+    adapted = {}
+    for name, own in state.items():
+        if name in tensors and own.dim() == 4 and own.shape[1] == channels:
+            theirs, (out, _, *size) = tensors[name], own.shape
+            if theirs.shape != own.shape and theirs.shape in ((out, 1, *size), (out, 3, *size)):
+                adapted[name] = n = theirs.shape[1]
+                repeated = theirs.repeat(1, -(-channels // n), 1, 1)[:, :channels] * (n / channels)
+                tensors[name] = theirs.sum(1, keepdim=True) if channels == 1 else repeated
     saved_for = f" (saved for --model {metadata['model']})" if "model" in metadata else ""
-    tensors = named
-    try:
-        fitted, fresh, adapted = fit(model, tensors, classes, channels)
-        load_weights(model, fitted, f"{path}{saved_for}")
-    except UsageError:
-        if (tensors := convert(model, named)) is named:
-            raise
-        fitted, fresh, adapted = fit(model, tensors, classes, channels)
-        load_weights(model, fitted, f"{path}{saved_for}")
-    outside = [name for name in found if not name.startswith(prefix)]
+    load_weights(model, tensors, f"{path}{saved_for}")
     scaling = metadata.get("mean") and (tuple(metadata["mean"]), tuple(metadata["std"]))
     return InitialWeights(
         path=str(path),
         entry=entry,
         prefix=prefix,
-        tensors=sum(not name.endswith(COUNTER) for name in model.state_dict()),
+        tensors=sum(not name.endswith(COUNTER) for name in state),
         fresh=fresh,
         adapted=adapted,
-        left_out=(*outside, *(name for name in tensors if name not in fitted)),
-        resized=tuple(n for n in named if n in tensors and tensors[n].shape != named[n].shape),
+        left_out=tuple(left_out),
         scaling=(scaling or ()) if "mean" in metadata else None,
     )
-
-
-def fit(
-    model: nn.Module, tensors: Tensors, classes: int, channels: int
-) -> tuple[Tensors, dict[str, int], dict[str, int]]:
-    """Return the tensors to load, and `fresh` and `adapted` of `InitialWeights`.
-
-    A classifier for another number of classes, or that is not among the tensors, keeps its values;
-    then those of another classifier are left out. A first convolution for another number of
-    channels gets the weights as in timm: for one channel their sum over the channels, otherwise
-    repeated and scaled by the ratio of the numbers of channels.
-    """
-    state, adapted = model.state_dict(), {}
-    fresh = fresh_classifier(model, tensors, classes)
-    others = [name for name in tensors if name not in state]
-    if any(fresh.values()) or len({name.rpartition(".")[0] for name in others}) != 1:
-        others = []
-    fitted = {name: tensor for name, tensor in tensors.items() if not fresh or name not in others}
-    fitted |= {name: state[name] for name in fresh}
-    for name, own in state.items():
-        if name in tensors and own.dim() == 4 and own.shape[1] == channels:
-            theirs, (out, _, *size) = tensors[name].shape, own.shape
-            if theirs != own.shape and theirs in ((out, 1, *size), (out, 3, *size)):
-                adapted[name] = n = theirs[1]
-                repeated = tensors[name].repeat(1, -(-channels // n), 1, 1)[:, :channels]
-                summed = tensors[name].sum(1, keepdim=True)
-                fitted[name] = summed if channels == 1 else repeated * (n / channels)
-    return fitted, fresh, adapted
 
 
 def rename(found: Tensors, wanted: Tensors) -> tuple[Tensors, str]:

@@ -6,9 +6,12 @@ He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", CVPR 201
 torchvision, the stride of a bottleneck is in its 3x3 convolution ("v1.5"), not in the first 1x1 as
 in the paper. Convolutions are initialised with N(0, 2 / fan_out) (He et al., "Delving Deep into
 Rectifiers", ICCV 2015), batch norm with weight 1 and bias 0, the linear layer with torch's default.
+With 1000 classes of RGB images, the networks have 11,689,512, 21,797,672 and 25,557,032 parameters.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -69,11 +72,12 @@ class ResNet(nn.Module):
         self,
         block: type[BasicBlock] | type[Bottleneck],
         depths: tuple[int, int, int, int],
-        channels: int,
+        image_shape: tuple[int, int, int],
         classes: int,
         small_stem: bool = False,
     ) -> None:
         super().__init__()
+        channels, out = image_shape[2], block.expansion
         if small_stem:
             self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         else:
@@ -81,7 +85,6 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, stride=2, padding=1)
-        out = block.expansion
         self.layer1 = stage(block, 64, 64, depths[0], stride=1)
         self.layer2 = stage(block, 64 * out, 128, depths[1], stride=2)
         self.layer3 = stage(block, 128 * out, 256, depths[2], stride=2)
@@ -115,16 +118,6 @@ def stage(
     return nn.Sequential(*blocks)
 
 
-def resnet18(image_shape: tuple[int, int, int], classes: int, small_stem: bool = False) -> ResNet:
-    """ResNet-18 for images of (H, W, C): 11,689,512 parameters at 1000 classes of RGB images."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), image_shape[2], classes, small_stem)
-
-
-def resnet34(image_shape: tuple[int, int, int], classes: int, small_stem: bool = False) -> ResNet:
-    """ResNet-34 for images of (H, W, C): 21,797,672 parameters at 1000 classes of RGB images."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), image_shape[2], classes, small_stem)
-
-
-def resnet50(image_shape: tuple[int, int, int], classes: int, small_stem: bool = False) -> ResNet:
-    """ResNet-50 for images of (H, W, C): 25,557,032 parameters at 1000 classes of RGB images."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), image_shape[2], classes, small_stem)
+resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))
+resnet34 = partial(ResNet, BasicBlock, (3, 4, 6, 3))
+resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))

@@ -18,11 +18,17 @@ from hpctrain.errors import UsageError
 
 
 class DigitsNet(nn.Module):
-    """Images (N, C, H, W) -> scores (N, classes)."""
+    """Images (N, C, H, W) -> scores (N, classes).
+
+    Raises UsageError for images smaller than the first kernel, 5 x 5 pixels.
+    """
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         height, width, channels = image_shape
+        if min(height, width) < 5:
+            text = "the digits network needs images of at least 5x5 pixels"
+            raise UsageError(f"{text}; these are {width}x{height}")
         self.conv1 = nn.Conv2d(channels, 20, kernel_size=5, bias=False)
         self.bn1 = nn.BatchNorm2d(20)
         self.conv2 = nn.Conv2d(20, 20, kernel_size=3, padding=1, bias=False)
@@ -52,28 +58,15 @@ def flat_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return F.linear(x.flatten(1), weight, layer.bias)
 
 
-def digits(image_shape: tuple[int, int, int], classes: int) -> DigitsNet:
-    """Make the network for images of (H, W, C).
-
-    Raises UsageError for images smaller than the first kernel, 5 x 5 pixels.
-    """
-    height, width, _ = image_shape
-    if min(height, width) < 5:
-        raise UsageError(
-            f"the digits network needs images of at least 5x5 pixels; these are {width}x{height}"
-        )
-    return DigitsNet(image_shape, classes)
-
-
 WIDTHS = (32, 64)  # channels at 1/2 and 1/4 of the size
 
 
 class Autoencoder(nn.Module):
-    """Images (N, C, H, W) -> images of the same shape."""
+    """Images (N, C, H, W) -> images of the same shape; `classes` is not used."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
-        half, quarter = WIDTHS
+        channels, (half, quarter) = image_shape[2], WIDTHS
         self.encoder = nn.Sequential(
             *_normalized(nn.Conv2d(channels, half, 4, stride=2, padding=1, bias=False)),
             *_normalized(nn.Conv2d(half, quarter, 4, stride=2, padding=1, bias=False)),
@@ -91,8 +84,3 @@ class Autoencoder(nn.Module):
 
 def _normalized(layer: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, ...]:
     return layer, nn.BatchNorm2d(layer.out_channels), nn.ReLU(inplace=True)
-
-
-def autoencoder(image_shape: tuple[int, int, int], classes: int) -> Autoencoder:
-    """Make the network for images of (H, W, C); `classes` is not used."""
-    return Autoencoder(image_shape[2])

@@ -233,7 +233,7 @@ def compare_ranks(run: Run) -> None:
     Raises the same RunError on all ranks, with the ranks and tensors that differ.
     """
     state, comm, trainer = run.progress, run.comm, run.trainer
-    digest = int(trainer.checksum())
+    digest = trainer.checksum()
     smallest, largest = minimum(comm, digest, ~digest)
     if smallest != ~largest:
         held = allgather(comm, trainer.checksums())

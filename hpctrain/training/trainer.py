@@ -11,10 +11,8 @@ they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +77,7 @@ class Trainer:
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
-            "the model's fixed state": hash_tensors(fixed).hexdigest()[:16],
+            "the model's fixed state": str(checksum(fixed)),
         }
         if config.deterministic:
             alike["the kind of hardware"] = hardware_key(message.device)
@@ -95,7 +93,9 @@ class Trainer:
         #: Number of steps that are started before the totals of one are read.
         self.in_flight = IN_FLIGHT[message.device.type]
         self.class_weights = task.weights  # (K,) with which the loss weighs samples, if any
-        self.average = None if config.ema is None else Average(message, norms, config.ema)
+        self.decay = config.ema or 0.0
+        #: The weights and running statistics of --ema; see `update_average`.
+        self.average = tuple(t.clone() for t in self.network()) if config.ema else ()
         self.clock = Clock(message.device)
 
     def step(
@@ -149,8 +149,8 @@ class Trainer:
         gate_update(self.optimizer, message.skipped)
         self.optimizer.step()
         report = message.report()
-        if self.average is not None:
-            self.average.update()
+        if self.average:
+            self.update_average()
         return report
 
     def tensors(self) -> dict[str, Tensor]:
@@ -165,9 +165,7 @@ class Trainer:
                 if isinstance(value, Tensor):
                     found[f"optimizer.{group}{name}"] = value
         found |= {f"norms.{n}": getattr(self.norms, n) for n in ("running", "shift", "updates")}
-        if self.average is not None:
-            found |= {"ema.weights": self.average.weights, "ema.running": self.average.running}
-        return found
+        return found | dict(zip(("ema.weights", "ema.running"), self.average, strict=False))
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors that a run resumes from, by name, without copying.
@@ -196,15 +194,12 @@ class Trainer:
             raise ValueError(f"it lacks the tensor {next(iter(state))!r}")
         self.norms.restore()
 
-    def checksum(self) -> Tensor:
-        """Return the digest of all state that must be equal on all ranks: an int64 on the device.
+    def checksum(self) -> int:
+        """Return the digest of all state that must be equal on all ranks.
 
         That is weights, optimizer state, running statistics, buffers and frozen parameters.
         """
-        found = torch.zeros((), dtype=torch.int64, device=self.message.device)
-        for tensor in self.state().values():
-            found = found * FACTOR + tensor_checksum(tensor)
-        return found
+        return checksum(self.state().values())
 
     def checksums(self) -> dict[str, int]:
         """Return the digest of each tensor, weights by parameter (synchronizes with the device)."""
@@ -215,63 +210,60 @@ class Trainer:
 
     def digest(self, figures: str) -> str:
         """Return the digest of a run (hex): model and optimizer state, chain of `figures`."""
-        found = hash_tensors(t for n, t in self.tensors().items() if n.startswith("optimizer."))
+        found = hashlib.sha256()
+        for name, tensor in self.tensors().items():
+            if name.startswith("optimizer."):
+                found.update(as_bytes(tensor).numpy().data)
         for name, tensor in sorted(self.model.state_dict().items()):
             found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            found.update(hash_tensors([tensor]).digest())
+            found.update(hashlib.sha256(as_bytes(tensor).numpy().data).digest())
         found.update(figures.encode())
         return found.hexdigest()
 
-
-class Average:
-    """The exponential moving average of the network, ``--ema``.
-
-        average <- decay average + (1 - decay) weights
-
-    after every update of the weights (Polyak and Juditsky 1992; Tarvainen and Valpola
-    2017, arXiv:1703.01780). It begins with the weights before the first step and sends no message:
-    equal weights on all ranks have equal averages. Running statistics of batch norm are averaged in
-    the same way, as in timm's ModelEmaV3. Other buffers are those of the network.
-    """
-
-    def __init__(self, message: Message, norms: BatchNorms, decay: float) -> None:
-        self._message, self._norms, self._decay = message, norms, decay
-        network = (message.weights.data, norms.running)
-        self.weights, self.running = (tensor.clone() for tensor in network)
-        self._pairs = tuple(zip((self.weights, self.running), network, strict=True))
+    def network(self) -> tuple[Tensor, Tensor]:
+        """Return the weights and the running statistics, which --ema averages."""
+        return self.message.weights.data, self.norms.running
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Add the weights after a step; nothing changes if that step was skipped."""
-        share = (1 - self._decay) * (1 - self._message.skipped)
-        for own, current in self._pairs:
-            own.lerp_(current, share)
+    def update_average(self) -> None:
+        """Average the network exponentially, ``--ema``; nothing changes if the step was skipped.
+
+            average <- decay average + (1 - decay) weights
+
+        after every update of the weights (Polyak and Juditsky 1992; Tarvainen and Valpola 2017,
+        arXiv:1703.01780). The average begins with the weights before the first step and sends no
+        message: equal weights on all ranks have equal averages. Running statistics are averaged in
+        the same way, as in timm's ModelEmaV3. Other buffers are those of the network.
+        """
+        share = (1 - self.decay) * (1 - self.message.skipped)
+        for average, current in zip(self.average, self.network(), strict=True):
+            average.lerp_(current, share)
 
     @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange the average with the network in the model."""
-        for own, current in self._pairs:
+    def swap_average(self) -> None:
+        """Exchange the average, if there is one, with the network in the model."""
+        for average, current in zip(self.average, self.network(), strict=False):
             kept = current.clone()
-            current.copy_(own)
-            own.copy_(kept)
-        self._norms.restore()
+            current.copy_(average)
+            average.copy_(kept)
+        self.norms.restore()
 
     @contextmanager
-    def in_model(self) -> Iterator[None]:
-        """Let the model be the average in the block."""
-        self.swap()
+    def averaged(self) -> Iterator[None]:
+        """Let the model be the average, if there is one, in the block."""
+        self.swap_average()
         try:
             yield
         finally:
-            self.swap()
+            self.swap_average()
 
 
-def hash_tensors(tensors: Iterable[Tensor]) -> hashlib._Hash:
-    """Return the SHA-256 of the tensors' bytes, one tensor after another."""
-    found = hashlib.sha256()
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Combine the checksums of tensors, in their order (synchronizes with the device)."""
+    found: Tensor | int = 0
     for tensor in tensors:
-        found.update(as_bytes(tensor).numpy().data)
-    return found
+        found = found * FACTOR + tensor_checksum(tensor)
+    return int(found)
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:
@@ -302,8 +294,3 @@ def describe_divergence(held: Sequence[Mapping[str, int]], step: int) -> str:
         f" {len(held)} held other weights than rank {held.index(usual)}: a fault of memory or GPU,"
         f" or something that changes the model outside the step; they differ in {listed(names, 3)}"
     )
-
-
-def chain(before: str, figures: Mapping[str, Any]) -> str:
-    """Return the next link of the hash chain: the hash of the last link and of `figures`."""
-    return hashlib.sha256(f"{before}{json.dumps(figures, sort_keys=True)}".encode()).hexdigest()

@@ -71,8 +71,7 @@ def choose_network(run: Run) -> None:
             tensors[name].copy_(tensor)
         trainer.norms.read()
         state.went_back = True
-    if trainer.average is not None:
-        trainer.average.swap()
+    trainer.swap_average()
     state.chosen = True
 
 
@@ -129,8 +128,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
 def evaluated_network(run: Run) -> AbstractContextManager[None]:
     """Let the model be the average of --ema in a block, until it is chosen as the final network."""
-    average = run.trainer.average
-    return nullcontext() if average is None or run.progress.chosen else average.in_model()
+    return nullcontext() if run.progress.chosen else run.trainer.averaged()
 
 
 def test(run: Run) -> dict[str, float | None]:

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -56,9 +55,3 @@ NETWORKS = {
     "tiny_fixed": Fixed,
     "tiny_rigid": Rigid,
 }
-
-
-def checkpoint_filter_fn(tensors, model):
-    embedding = tensors["pos_embed"]  # of another network: KeyError
-    size = model.pos_embed.shape[2:]
-    return tensors | {"pos_embed": F.interpolate(embedding, size, mode="bilinear")}
