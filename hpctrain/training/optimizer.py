@@ -29,8 +29,6 @@ from hpctrain.parallel.message import Group
 from hpctrain.plan import Plan
 from hpctrain.text import listed
 
-STEP_FACTOR = 0.1  # of the drops of --schedule step, as in torch's StepLR
-
 
 def make_optimizer(
     name: str, lr: float, config: Config, groups: Sequence[tuple[nn.Parameter, Group]]
@@ -39,7 +37,7 @@ def make_optimizer(
 
     sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v. adam and adamw: torch's defaults for
     betas (0.9, 0.999) and eps (1e-8). Each group has its own weight decay and factor of the
-    learning rate, which `set_learning_rate` changes. All state is there from the beginning, zero.
+    learning rate, `lr_scale`. All state is there from the beginning, zero.
     """
     given = [
         {"params": [weights], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay}
@@ -70,11 +68,15 @@ def learning_rate(config: Config, plan: Plan, step: int) -> float:
     W has (Goyal et al. 2017, arXiv:1706.02677, 2.2). The schedule counts from there, as torch's
     SequentialLR does. "cosine": min + (R - min) (1 + cos(pi (step - W) / (T - 1 - W))) / 2, which
     is --min-lr in the last step (Loshchilov and Hutter 2016, arXiv:1608.03983). "step": torch's
-    StepLR, at least --min-lr. "one-cycle": torch's OneCycleLR, with a constant momentum.
+    StepLR, at least --min-lr. "one-cycle": torch's OneCycleLR with a constant momentum, 30 % of the
+    steps from 1/25 to 1 of R, then down to 1/250,000 (Smith and Topin 2017, arXiv:1708.07120).
     """
     most, least, after = plan.learning_rate, config.min_lr, step - plan.warmup_steps
     if config.schedule == "one-cycle":
-        return one_cycle(most, step, plan.steps)
+        last, peak = plan.steps - 1, 0.3 * plan.steps - 1
+        if step <= peak:
+            return most / 25 + (most - most / 25) * (1 - cosine(step / peak))
+        return most / 25e4 + (most - most / 25e4) * cosine((step - peak) / (last - peak))
     if after < 0:
         return most * (plan.warmup_from + (1 - plan.warmup_from) * step / plan.warmup_steps)
     if config.schedule == "cosine":
@@ -82,29 +84,13 @@ def learning_rate(config: Config, plan: Plan, step: int) -> float:
         return least + (most - least) * cosine(after / max(1, last))
     if config.schedule == "step":
         drops = after // (config.step_epochs * plan.steps_per_epoch)
-        return max(least, most * STEP_FACTOR**drops)
+        return max(least, most * 0.1**drops)
     return most
 
 
 def cosine(progress: float) -> float:
     """Return half a period of a cosine, from 1 at 0 to 0 at 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def one_cycle(most: float, step: int, steps: int) -> float:
-    """Return the learning rate of a step of the one-cycle policy (Smith and Topin 2017,
-    arXiv:1708.07120): 30 % of the steps from 1/25 to 1 of `most`, then down to 1/250,000.
-    """
-    peak, last = 0.3 * steps - 1, steps - 1
-    if step <= peak:
-        return most / 25 + (most - most / 25) * (1 - cosine(step / peak))
-    return most / 25e4 + (most - most / 25e4) * cosine((step - peak) / (last - peak))
-
-
-def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Use `lr` from the next step on, times the factor "lr_scale" of each group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
 
 
 def gate_update(optimizer: Optimizer, skipped: Tensor) -> None:

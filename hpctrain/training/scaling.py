@@ -21,55 +21,41 @@ def choose_scaling(
 ) -> tuple[Scaling, str]:
     """Return the scaling of a run, and a note on it if it follows from the network or its weights.
 
-    A resumed run keeps that of its `earlier` plan. Raises UsageError as `normalization` does.
+    A resumed run keeps that of its `earlier` plan. Raises UsageError for --normalize pack if a
+    channel is constant, and for --normalize imagenet if there are not three channels.
     """
+    channels, own = pack.image_shape[2], own_input(model)
     if earlier:
         return earlier.scaling, ""
-    if config.normalize != "auto" or config.task == "denoise":
-        return normalization(config.normalize, pack), ""
-    channels, own = pack.image_shape[2], own_input(model)
+    if config.normalize == "imagenet":
+        if channels != 3:
+            text = f"--normalize imagenet is for images of 3 channels; these have {channels}"
+            raise UsageError(f"{text}: use unit or pack")
+        return (IMAGENET_MEAN, IMAGENET_STD), ""
+    if config.normalize == "pack":
+        if not all(std > 0 for std in pack.std):
+            raise UsageError(
+                f"--normalize pack needs channels that vary; the pack's standard deviations are"
+                f" {', '.join(f'{std:g}' for std in pack.std)}: use unit"
+            )
+        return (pack.mean, pack.std), ""
+    if config.normalize == "unit" or config.task == "denoise":
+        return (), ""
+    found: Scaling = ()
     if init and init.scaling is not None:
         found, whose = init.scaling, "as in the training of --init"
     elif own:
-        found, whose = (tuple(own["mean"]), tuple(own["std"])), f"as published for {config.model}"
+        found, whose = (own["mean"], own["std"]), f"as published for {config.model}"
         _, height, width = own["input_size"]
         if (height, width) != pack.image_shape[:2]:
             whose += f" and images of {width}x{height}"
     elif init and (channels == 3 or init.adapted):
         found, whose = (IMAGENET_MEAN, IMAGENET_STD), "those of ImageNet, as --init does not say"
-    else:
-        found = ()
     if not found:
         return (), ""
-    scaling = tuple(  # of another number of channels each has the mean of the values
-        tuple(map(float, values))
-        if len(values) == channels
-        else (sum(values) / len(values),) * channels
-        for values in found
-    )
+    scaling = []
+    for values in found:  # of another number of channels each has their mean
+        repeated = (sum(values) / len(values),) * channels
+        scaling.append(tuple(map(float, values)) if len(values) == channels else repeated)
     mean, std = (", ".join(f"{value:.4g}" for value in values) for values in scaling)
-    return scaling, f"--normalize auto: mean {mean} and std {std}, {whose}"
-
-
-def normalization(name: str, pack: Pack) -> Scaling:
-    """Return mean and standard deviation, a number per channel each, or () for "unit" and "auto".
-
-    They are those of images in [0, 1]; "pack" takes those of the pack. Raises UsageError for "pack"
-    if a channel is constant, and for "imagenet" if there are not three channels.
-    """
-    channels = pack.image_shape[2]
-    if name in ("unit", "auto"):
-        return ()
-    if name == "imagenet":
-        if channels != 3:
-            raise UsageError(
-                f"--normalize imagenet is for images of 3 channels; these have {channels}:"
-                " use unit or pack"
-            )
-        return IMAGENET_MEAN, IMAGENET_STD
-    if not all(std > 0 for std in pack.std):
-        raise UsageError(
-            f"--normalize pack needs channels that vary; the pack's standard deviations are"
-            f" {', '.join(f'{std:g}' for std in pack.std)}: use unit"
-        )
-    return pack.mean, pack.std
+    return tuple(scaling), f"--normalize auto: mean {mean} and std {std}, {whose}"

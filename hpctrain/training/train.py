@@ -169,7 +169,7 @@ def open_run(
         Writer(mine, run.checkpoints, config.keep_checkpoints, best) as run.writer,
     ):
         run.recorder.run(run_facts(run))
-        own = run.trainer.tensors().values()
+        own = run.trainer.state().values()
         run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
         try:
             yield

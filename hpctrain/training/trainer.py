@@ -1,8 +1,8 @@
 """The trainer: one update of the weights, with the one communication of a step in it; its state.
 
 A digest identifies all bits of a run's state. Before each checkpoint and validation, and at the
-end, each rank reduces its weights, optimizer state, running statistics and buffers to a 64-bit
-checksum on its device, and all ranks compare them (`compare_ranks`).
+end, each rank reduces each of its tensors to a 64-bit checksum on its device, and all ranks compare
+a hash of these (`compare_ranks`).
 
 The figures of all steps and evaluations are chained into a hash; together with the saved network
 they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
@@ -11,7 +11,7 @@ they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,10 +39,8 @@ from hpctrain.training.optimizer import (
     gate_update,
     make_optimizer,
     parameter_groups,
-    set_learning_rate,
 )
 
-NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that define a network
 MOST_LISTED = 16  # ranks in an error
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by element size; others: int64
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
@@ -72,13 +70,14 @@ class Trainer:
         with on_all(comm):
             groups = parameter_groups(model, config)
             self.message = message = Message(model, norms.channels, comm.rank, comm.size, groups)
-        fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
         alike = {
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
-            "the model's fixed state": str(checksum(fixed)),
         }
+        fixed = (pair for pair in model.named_parameters() if not pair[1].requires_grad)
+        for name, tensor in (*model.named_buffers(), *fixed):
+            alike[f"the model's {name}"] = str(int(tensor_checksum(tensor)))
         if config.deterministic:
             alike["the kind of hardware"] = hardware_key(message.device)
         check_equal_on_all(comm, alike)
@@ -120,7 +119,8 @@ class Trainer:
         message, norms, clock = self.message, self.norms, self.clock
         class_weights = self.class_weights
         if rate is not None:
-            set_learning_rate(self.optimizer, rate)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group["lr_scale"]
         clock.begin()
         message.zero()
         self.reduce.begin([batch.shard for batch in batches])
@@ -153,10 +153,11 @@ class Trainer:
             self.update_average()
         return report
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return everything that steps change, by name, without copying.
+    def state(self) -> dict[str, Tensor]:
+        """Return all tensors that a run resumes from, by name, without copying.
 
-        These are weights, optimizer state and running statistics.
+        These are weights, optimizer state, running statistics and the average; and, prefixed with
+        "model.", buffers other than running statistics, and frozen parameters.
         """
         found = {"weights": self.message.weights.data}
         for number, (weights, _) in enumerate(self.message.groups):
@@ -165,17 +166,10 @@ class Trainer:
                 if isinstance(value, Tensor):
                     found[f"optimizer.{group}{name}"] = value
         found |= {f"norms.{n}": getattr(self.norms, n) for n in ("running", "shift", "updates")}
-        return found | dict(zip(("ema.weights", "ema.running"), self.average, strict=False))
-
-    def state(self) -> dict[str, Tensor]:
-        """Return all tensors that a run resumes from, by name, without copying.
-
-        Besides `tensors` these are, prefixed with "model.", those that no step changes: buffers
-        other than batch norm's running statistics, and frozen parameters.
-        """
-        found = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
-        found |= {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
-        return self.tensors() | {f"model.{name}": tensor for name, tensor in found.items()}
+        found |= dict(zip(("ema.weights", "ema.running"), self.average, strict=False))
+        model = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
+        model |= {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
+        return found | {f"model.{name}": tensor for name, tensor in model.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -194,24 +188,22 @@ class Trainer:
             raise ValueError(f"it lacks the tensor {next(iter(state))!r}")
         self.norms.restore()
 
-    def checksum(self) -> int:
-        """Return the digest of all state that must be equal on all ranks.
-
-        That is weights, optimizer state, running statistics, buffers and frozen parameters.
-        """
-        return checksum(self.state().values())
-
     def checksums(self) -> dict[str, int]:
-        """Return the digest of each tensor, weights by parameter (synchronizes with the device)."""
+        """Return the checksum of each tensor that must be equal on all ranks, by name.
+
+        These are parameters, buffers, optimizer state and the average. Waits for the device.
+        """
         self.norms.restore()  # the buffers may hold the statistics of an earlier step
         tensors = dict((*self.model.named_parameters(), *self.model.named_buffers()))
-        tensors |= {name: t for name, t in self.tensors().items() if name not in NETWORK}
-        return {name: int(tensor_checksum(tensor)) for name, tensor in tensors.items()}
+        held_twice = ("weights", "norms.running", "norms.updates", "model.")
+        tensors |= {n: t for n, t in self.state().items() if not n.startswith(held_twice)}
+        found = torch.stack([tensor_checksum(tensor) for tensor in tensors.values()])
+        return dict(zip(tensors, found.tolist(), strict=True))
 
     def digest(self, figures: str) -> str:
         """Return the digest of a run (hex): model and optimizer state, chain of `figures`."""
         found = hashlib.sha256()
-        for name, tensor in self.tensors().items():
+        for name, tensor in self.state().items():
             if name.startswith("optimizer."):
                 found.update(as_bytes(tensor).numpy().data)
         for name, tensor in sorted(self.model.state_dict().items()):
@@ -256,14 +248,6 @@ class Trainer:
             yield
         finally:
             self.swap_average()
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """Combine the checksums of tensors, in their order (synchronizes with the device)."""
-    found: Tensor | int = 0
-    for tensor in tensors:
-        found = found * FACTOR + tensor_checksum(tensor)
-    return int(found)
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def one_step(**settings: Any) -> str:
     with run.input.split("test") as source:
         result = evaluate(run.trainer.model, source, run.task, run.prepare, MPI.COMM_SELF, 256)
     run.close()
-    return f"{run.trainer.checksum()} {result and result.figures()}"
+    return f"{run.trainer.checksums()} {result and result.figures()}"
 
 
 def run_settings(folder: Path, **more: Any) -> Config:

@@ -55,7 +55,7 @@ def test_a_buffer_that_differs_before_the_first_step_is_refused(settings):
 
     refused = launch(settings | {"model": "tests.support.nets:OneLayer"}, first=another)
     assert refused.code == 2 and not run_of(settings).exists()
-    assert refused.error.startswith("the model's fixed state differs between ranks: ")
+    assert refused.error.startswith("the model's offset differs between ranks: ")
 
 
 def fail_on(ranks):
