@@ -33,7 +33,6 @@ import numpy as np
 
 from hpctrain.data.partition import Partition, random_key
 
-ORDERS = ("partition", "global", "blocks")
 KEPT = 1 << 22  # largest permutation that is drawn and kept: 16 MiB
 ROUNDS = 6
 
@@ -41,17 +40,18 @@ Made = TypeVar("Made")
 
 
 class Order:
-    """The order in which shards read samples; in this class, their own, reshuffled every epoch."""
+    """The order in which shards read samples: their own, reshuffled every epoch, or all samples,
+    reassigned every epoch.
+    """
 
-    def __init__(self, partition: Partition, seed: int = 0) -> None:
-        self.partition, self.seed = partition, seed
-        self.everywhere = False  # whether a shard may read any sample of the split
+    def __init__(self, partition: Partition, seed: int = 0, everywhere: bool = False) -> None:
+        """`everywhere`: whether a shard may read any sample of the split."""
+        self.partition, self.seed, self.everywhere = partition, seed, everywhere
         self._newest: dict[object, tuple[object, Any]] = {}
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
-        own = self._permutation(epoch, shard)(np.arange(first, first + count))
-        return self.partition.start(shard) + own
+        return self.reach(range(shard, shard + 1)).start + self._draw(epoch, shard, first, count)
 
     def reach(self, shards: range) -> range:
         """Return the samples that these shards may read in any epoch."""
@@ -59,12 +59,17 @@ class Order:
             return range(self.partition.samples)
         return range(self.partition.start(shards.start), self.partition.start(shards.stop))
 
-    def _permutation(self, epoch: int, *shard: int) -> Permutation:
-        """Return the permutation of an epoch: of a shard's samples, or of all samples."""
-        n = self.partition.sizes[shard[0]] if shard else self.partition.samples
-        return self._keep_newest(
-            shard, epoch, lambda: Permutation(n, random_key(self.seed, "order", epoch, *shard))
-        )
+    def _draw(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
+        """Return what these positions have in a permutation of all that the shard may read."""
+        pool = () if self.everywhere else (shard,)
+        n = self.partition.samples if self.everywhere else self.partition.sizes[shard]
+        first += self.partition.start(shard) if self.everywhere else 0
+        permutation = self._permutation(("order", *pool), epoch, n, "order", epoch, *pool)
+        return permutation(np.arange(first, first + count))
+
+    def _permutation(self, place: object, epoch: int, n: int, *key: int | str) -> Permutation:
+        """Return the permutation of n numbers with this key, and keep it as `_keep_newest` does."""
+        return self._keep_newest(place, epoch, lambda: Permutation(n, random_key(self.seed, *key)))
 
     def _keep_newest(self, place: object, version: object, make: Callable[[], Made]) -> Made:
         """Return `make()`, cached under `place` until another version is requested there."""
@@ -74,19 +79,6 @@ class Order:
         return made
 
 
-class GlobalOrder(Order):
-    """An order that reassigns all samples to the shards every epoch."""
-
-    def __init__(self, partition: Partition, seed: int) -> None:
-        super().__init__(partition, seed)
-        self.everywhere = True
-
-    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
-        start = self.partition.start(shard) + first
-        return self._permutation(epoch)(np.arange(start, start + count))
-
-
 class Window(NamedTuple):
     """Samples that are read together, block by block, and then used in random order."""
 
@@ -94,14 +86,6 @@ class Window(NamedTuple):
     start: int  # position of its first sample in the shard's epoch
     samples: np.ndarray  # (n,) int64, in reading order
     order: Permutation  # in which they are used
-
-
-class _Blocks(NamedTuple):
-    """The blocks of a shard's partition in one epoch."""
-
-    bounds: np.ndarray  # first sample of each block, and the end of the last
-    order: np.ndarray  # in which they are read
-    ends: np.ndarray  # position after each block, in that order
 
 
 class BlockOrder(Order):
@@ -118,59 +102,56 @@ class BlockOrder(Order):
         """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
         windows = self.windows(epoch, shard, first, count)
         parts = [window.samples[window.order(places)] for window, places in windows]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def windows(
         self, epoch: int, shard: int, first: int, count: int
     ) -> Iterator[tuple[Window, np.ndarray]]:
         """Yield the windows of these positions, each with the positions within the window."""
-        ends = self._order_blocks(epoch, shard).ends
-        place, end = first, first + count
-        while place < end:
-            key = epoch, shard, int(np.searchsorted(ends, place, "right")) // self.window_blocks
-            window = self._keep_newest(("window", shard), key, partial(self.window, *key))
+        ends, end = self._blocks(epoch, shard)[1], first + count
+        while first < end:
+            number = int(np.searchsorted(ends, first, "right")) // self.window_blocks
+            make = partial(self.window, epoch, shard, number)
+            window = self._keep_newest(("window", shard), (epoch, number), make)
             stop = min(end, window.start + len(window.samples))
-            yield window, np.arange(place - window.start, stop - window.start)
-            place = stop
+            yield window, np.arange(first - window.start, stop - window.start)
+            first = stop
 
     def window(self, epoch: int, shard: int, number: int) -> Window:
         """Return window `number` (from 0) of a shard's epoch."""
-        blocks = self._order_blocks(epoch, shard)
+        blocks, ends = self._blocks(epoch, shard)
         first = number * self.window_blocks
-        chosen = blocks.order[first : first + self.window_blocks]
-        parts = [np.arange(blocks.bounds[b], blocks.bounds[b + 1]) for b in chosen]
-        samples = np.concatenate(parts)
-        start = int(blocks.ends[first - 1]) if first else 0
+        chosen = blocks[first : first + self.window_blocks]
+        samples = np.concatenate([np.arange(start, stop) for start, stop in chosen.tolist()])
         key = random_key(self.seed, "window", epoch, shard, number)
+        start = int(ends[first - 1]) if first else 0
         return Window(number, start, samples, Permutation(len(samples), key))
 
     def count(self, shard: int) -> int:
         """Return the number of windows in a shard's epoch."""
-        return -(-(len(self._bounds(shard)) - 1) // self.window_blocks)
+        return -(-len(self._bounds(shard)) // self.window_blocks)
 
     def _bounds(self, shard: int) -> np.ndarray:
-        """Return the first sample of each block of a shard's partition, and the end of the last."""
+        """Return the first sample of each block of a shard's partition and the end, (n, 2)."""
         start, stop = self.partition.start(shard), self.partition.start(shard + 1)
-        inner = np.arange(-(-start // self.block_rows), -(-stop // self.block_rows))
-        between = inner * self.block_rows
-        return np.unique(np.concatenate([[start], between[between > start], [stop]]))
+        first = start - start % self.block_rows
+        bounds = np.arange(first, stop + self.block_rows, self.block_rows).clip(start, stop)
+        return np.stack([bounds[:-1], bounds[1:]], axis=1)
 
-    def _order_blocks(self, epoch: int, shard: int) -> _Blocks:
-        def make() -> _Blocks:
+    def _blocks(self, epoch: int, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a shard's blocks in the order of an epoch, and the position after each, (n,)."""
+
+        def make() -> tuple[np.ndarray, np.ndarray]:
             bounds = self._bounds(shard)
-            count = len(bounds) - 1
-            order = Permutation(count, random_key(self.seed, "order", epoch, shard))
-            chosen = order(np.arange(count))
-            return _Blocks(bounds, chosen, np.cumsum(np.diff(bounds)[chosen]))
+            order = Permutation(len(bounds), random_key(self.seed, "order", epoch, shard))
+            blocks = bounds[order(np.arange(len(bounds)))]
+            return blocks, np.cumsum(blocks[:, 1] - blocks[:, 0])
 
         return self._keep_newest(("blocks", shard), epoch, make)
 
 
 class BalancedOrder(Order):
-    """An order in which every shard draws the classes of its partition equally often.
-
-    With `everywhere`, it draws them from all samples of the split.
-    """
+    """An order in which every shard draws all classes of what it may read equally often."""
 
     def __init__(
         self,
@@ -180,41 +161,34 @@ class BalancedOrder(Order):
         everywhere: bool = False,
     ) -> None:
         """`labels_of` returns the labels of samples (n,)."""
-        super().__init__(partition, seed)
-        self.everywhere, self.labels_of = everywhere, labels_of
+        super().__init__(partition, seed, everywhere)
+        self.labels_of = labels_of
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
-        pool = () if self.everywhere else (shard,)
-        start = first + (self.partition.start(shard) if self.everywhere else 0)
-        turns = self._permutation(epoch, *pool)(np.arange(start, start + count))
-        classes = self.classes(shard)
+        pool, classes = () if self.everywhere else (shard,), self.classes(shard)
         first_class = random_key(self.seed, "first class", epoch, *pool) % len(classes)
-        rounds, numbers = np.divmod(turns, len(classes))
+        rounds, numbers = np.divmod(self._draw(epoch, shard, first, count), len(classes))
         numbers = (numbers + first_class) % len(classes)
         drawn = np.empty(count, np.int64)
         for number in np.unique(numbers).tolist():
             own, places = classes[number], np.flatnonzero(numbers == number)
-            order = self._order_within(epoch, number, len(own), *pool)
+            key = "class", epoch, number, *pool
+            order = self._permutation(("class", number, pool), epoch, len(own), *key)
             drawn[places] = own[order(rounds[places] % len(own))]
         return drawn
 
     def classes(self, shard: int) -> list[np.ndarray]:
         """Return the samples of each class that the shard draws from, without empty classes."""
-        own = self.reach(range(shard, shard + 1))
+        reach = self.reach(range(shard, shard + 1))
 
         def make() -> list[np.ndarray]:
-            samples = np.arange(own.start, own.stop)
+            samples = np.arange(reach.start, reach.stop)
             labels = self.labels_of(samples)
             by_class = np.argsort(labels, kind="stable")
             return np.split(samples[by_class], np.flatnonzero(np.diff(labels[by_class])) + 1)
 
-        return self._keep_newest(("classes", None if self.everywhere else shard), 0, make)
-
-    def _order_within(self, epoch: int, number: int, n: int, *pool: int) -> Permutation:
-        """Return the order in which an epoch draws the n samples of a class."""
-        key = random_key(self.seed, "class", epoch, number, *pool)
-        return self._keep_newest(("class", number, pool), epoch, lambda: Permutation(n, key))
+        return self._keep_newest(("classes", reach), 0, make)
 
 
 def make_order(
@@ -231,11 +205,9 @@ def make_order(
     """
     if labels_of is not None:
         return BalancedOrder(partition, seed, labels_of, everywhere=name == "global")
-    if name == "global":
-        return GlobalOrder(partition, seed)
     if name == "blocks":
         return BlockOrder(partition, seed, block_rows, window_blocks)
-    return Order(partition, seed)
+    return Order(partition, seed, everywhere=name == "global")
 
 
 class Permutation:
