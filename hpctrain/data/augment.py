@@ -8,7 +8,6 @@ depend on the number of ranks. They are drawn on the CPU, so they are equal on e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,17 +46,11 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
     flips = torch.randint(0, 2, (rows,), generator=generator)
     down, right = torch.randint(-shift, shift + 1, (2, rows), generator=generator)
     if flip:
-        images = _flip(images, flips.nonzero().squeeze(1))
+        chosen = copy_to_device(flips.nonzero().squeeze(1), images.device)  # (k,)
+        images = images.index_copy(0, chosen, images.index_select(0, chosen).flip(2))
     if shift:
         images = _shift(images, down, right, shift)
     return images
-
-
-def _flip(images: Tensor, chosen: Tensor) -> Tensor:
-    """Return a copy in which the images with indices `chosen` (k,) are mirrored."""
-    chosen = copy_to_device(chosen, images.device)
-    mirrored = images.index_select(0, chosen).flip(2)  # (k, H, W, C)
-    return images.index_copy(0, chosen, mirrored)
 
 
 def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
@@ -101,30 +94,21 @@ def to_input(
         device=images.device,
         memory_format=memory,
     )
-    scale = _scaling(images, values, mean, std, channels_last)
-    lying = images.permute(0, 3, 1, 2)
-    step = n if images.is_cuda else max(1, CACHED_VALUES // max(1, height * width * channels))
-    for first in range(0, n, max(1, step)):
-        part = values[first : first + step]
-        scale(part.copy_(lying[first : first + step]))
-    return values.to(dtype)
-
-
-def _scaling(
-    images: Tensor, values: Tensor, mean: Tensor | None, std: Tensor | None, channels_last: bool
-) -> Callable[[Tensor], object]:
-    """Return a function that scales a part of the `values` of `images` in place."""
-    height, width = values.shape[2:]
     whole = 1.0 if images.is_floating_point() else 255.0
-    if mean is None or std is None:
-        # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
-        return lambda part: part.mul_(1 / whole) if whole > 1 else part
-    scale = (1 / (whole * std.double())).to(values.dtype)  # (C,)
-    offset = (-mean.double() / std.double()).to(values.dtype)
-    # One row per image, in memory order: loops over C values would take five times as long.
-    if channels_last:
-        scale, offset = scale.repeat(height * width), offset.repeat(height * width)
-        return lambda part: part.permute(0, 2, 3, 1).view(len(part), -1).mul_(scale).add_(offset)
-    scale = scale.repeat_interleave(height * width)
-    offset = offset.repeat_interleave(height * width)
-    return lambda part: part.view(len(part), -1).mul_(scale).add_(offset)
+    scale = offset = None
+    if mean is not None and std is not None:
+        # One row per image, in memory order: loops over C values would take five times as long.
+        spread = Tensor.repeat if channels_last else Tensor.repeat_interleave
+        scale = spread((1 / (whole * std.double())).to(values.dtype), height * width)
+        offset = spread((-mean.double() / std.double()).to(values.dtype), height * width)
+    lying = images.permute(0, 3, 1, 2)
+    step = max(1, n if images.is_cuda else CACHED_VALUES // max(1, height * width * channels))
+    for first in range(0, n, step):
+        part = values[first : first + step].copy_(lying[first : first + step])
+        if scale is not None and offset is not None:
+            rows = part.permute(0, 2, 3, 1) if channels_last else part
+            rows.view(len(part), -1).mul_(scale).add_(offset)
+        elif whole > 1:
+            # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
+            part.mul_(1 / whole)
+    return values.to(dtype)

@@ -197,6 +197,5 @@ def spread(key: int, rows: int) -> dict[str, np.ndarray]:
 def grain(key: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return noise of `shape`, float32 in [-1, 1): multiples of 1/128 from the bytes of PCG64."""
     size = math.prod(shape)
-    raw = np.random.PCG64(key).random_raw(-(-size // 8)).astype("<u8")
-    steps = raw.view(np.uint8)[:size].astype(np.float32) - np.float32(128)
-    return (steps * np.float32(1 / 128)).reshape(shape)
+    raw = np.random.PCG64(key).random_raw(-(-size // 8)).astype("<u8").view(np.uint8)[:size]
+    return ((raw.astype(np.float32) - np.float32(128)) * np.float32(1 / 128)).reshape(shape)

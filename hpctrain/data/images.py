@@ -112,79 +112,79 @@ def bad_images() -> Iterator[None]:
         raise BadImage(first_line(error)) from error
 
 
+@bad_images()
 def decode(data: bytes, fit: Fit) -> bytes:
     """Decode an image file to the size and channels of `fit`: height x width x channels bytes.
 
     Raises BadImage, with ``fit.exact`` also if the image has another size.
     """
-    with bad_images():
-        return _decode(_open(data), fit)
+    return _decode(_open(data), fit)
 
 
+@bad_images()
 def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
     """Decode a JPEG file of a pack, which is upright, or a crop of it stretched to size, likewise.
 
     Raises BadImage.
     """
-    with bad_images():
-        image = Image.open(io.BytesIO(data), formats=("JPEG",))
-        if image.mode not in ("L", "RGB"):  # as Pillow names gray and YCbCr
-            raise BadImage(f"a JPEG file of mode {image.mode}")
-        if crop is None:
-            return _decode(image, fit, upright=True)
-        width, height = image.size
-        left, top, right, bottom = crop.box(width, height)
-        room = min((right - left) / (REACH * fit.width), (bottom - top) / (REACH * fit.height))
-        scale = next(s for s in (8, 4, 2, 1) if s <= max(1, room))
-        if scale > 1:
-            image.draft(None, (max(1, width // scale), max(1, height // scale)))
-        image.load()
-        box = left / scale, top / scale, right / scale, bottom / scale
-        return _resize(image, box, fit._replace(crop=False)).tobytes()
+    image = Image.open(io.BytesIO(data), formats=("JPEG",))
+    if image.mode not in ("L", "RGB"):  # as Pillow names gray and YCbCr
+        raise BadImage(f"a JPEG file of mode {image.mode}")
+    if crop is None:
+        return _decode(image, fit, upright=True)
+    width, height = image.size
+    left, top, right, bottom = crop.box(width, height)
+    room = min((right - left) / (REACH * fit.width), (bottom - top) / (REACH * fit.height))
+    scale = next(s for s in (8, 4, 2, 1) if s <= max(1, room))
+    if scale > 1:
+        image.draft(None, (max(1, width // scale), max(1, height // scale)))
+    image.load()
+    box = left / scale, top / scale, right / scale, bottom / scale
+    return _resize(image, box, fit._replace(crop=False)).tobytes()
 
 
+@bad_images()
 def fit_image(image: Image.Image, fit: Fit) -> bytes:
     """Convert an image of Pillow to `fit`, as `decode` does. The image itself is not changed.
 
     Raises BadImage.
     """
-    with bad_images():
-        return _decode(image.copy(), fit)
+    return _decode(image.copy(), fit)
 
 
+@bad_images()
 def as_jpeg(data: bytes) -> bytes:
     """Convert an image file to an upright JPEG file, gray or YCbCr, of the same size.
 
     If it already is one, its bytes are returned unchanged. Otherwise steps 2 and 4 of the module's
     docstring are applied to the decoded image, and it is encoded. Raises BadImage.
     """
-    with bad_images():
-        image = _open(data)
-        sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEGs
-        if sound and _orientation(image) == 1:
-            return data
-        image.load()  # which rotates a TIFF
-        turn = TURNS.get(_orientation(image))
-        image = _gray_or_rgb(image)
-        file = io.BytesIO()
-        upright = image if turn is None else image.transpose(turn)
-        upright.save(file, "JPEG", quality=QUALITY, subsampling="4:4:4")
-        return file.getvalue()
+    image = _open(data)
+    sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEGs
+    if sound and _orientation(image) == 1:
+        return data
+    image.load()  # which rotates a TIFF
+    turn = TURNS.get(_orientation(image))
+    image = _gray_or_rgb(image)
+    file = io.BytesIO()
+    upright = image if turn is None else image.transpose(turn)
+    upright.save(file, "JPEG", quality=QUALITY, subsampling="4:4:4")
+    return file.getvalue()
 
 
+@bad_images()
 def probe(data: bytes) -> tuple[int, int, bool]:
     """Return width, height and whether there is colour, without decoding more than a palette.
 
     The size is that after the EXIF orientation. Raises BadImage.
     """
-    with bad_images():
-        image = _open(data)
-        if image.format == "TIFF":
-            image.load()  # Pillow applies a TIFF's orientation when it loads the image
-        width, height = image.size
-        if _orientation(image) in SIDEWAYS:
-            width, height = height, width
-        return width, height, _has_colour(image)
+    image = _open(data)
+    if image.format == "TIFF":
+        image.load()  # Pillow applies a TIFF's orientation when it loads the image
+    width, height = image.size
+    if _orientation(image) in SIDEWAYS:
+        width, height = height, width
+    return width, height, _has_colour(image)
 
 
 def draw_crops(min_area: float, count: int, key: int) -> list[Crop]:
@@ -245,8 +245,11 @@ def _gray_or_rgb(image: Image.Image) -> Image.Image:
     transparent = image.has_transparency_data
     if image.mode in ("L", "RGB") and not transparent:
         return image
-    if image.mode.startswith("I"):
-        return _from_16_bits(image)
+    if image.mode.startswith("I"):  # value / 257, rounded, so that 65535 becomes 255
+        values = np.asarray(image)
+        if values.size and (values.min() < 0 or values.max() > 65535):
+            raise BadImage("gray values beyond 16 bits: convert them to 8 or 16 bits")
+        return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
     if image.mode == "F":
         raise BadImage("floating-point pixels: convert them to 8 or 16 bits")
     colour = _has_colour(image)
@@ -254,14 +257,6 @@ def _gray_or_rgb(image: Image.Image) -> Image.Image:
         black = Image.new("RGBA", image.size, (0, 0, 0, 255))
         image = Image.alpha_composite(black, image.convert("RGBA"))
     return image.convert("RGB" if colour else "L")
-
-
-def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit gray to 8 bits: value / 257, rounded, so that 65535 becomes 255."""
-    values = np.asarray(image)
-    if values.size and (values.min() < 0 or values.max() > 65535):
-        raise BadImage("gray values beyond 16 bits: convert them to 8 or 16 bits")
-    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
 
 
 def _has_colour(image: Image.Image) -> bool:

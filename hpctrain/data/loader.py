@@ -53,6 +53,7 @@ Ready = tuple[list[Batch], Event, Bad]
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
 # network input, labels (m_j,) and the key -> input and target
 Pair = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+WindowKey = tuple[int, int, int]  # epoch, shard, number
 
 
 def make_prepare(
@@ -177,94 +178,14 @@ class ReadOptions(NamedTuple):
     device: torch.device | str = "cpu"
 
 
-class SampleReader:
-    """Reads the samples of consecutive shards in a given order.
+class Loader:
+    """Loads the batches of the shards that are assigned to this rank.
 
     If all that the shards may read fit into the read buffer, they are read once and kept. Otherwise
     a `BlockOrder` reads windows: the next window of every shard is read while the current one is
     used, also across the end of an epoch. Other orders, and random crops, which differ in every
     epoch, read each sample when it is needed.
     """
-
-    def __init__(
-        self, split: Split, order: Order, shards: range, options: ReadOptions, epochs: int
-    ) -> None:
-        """Windows of epochs >= `epochs` are not prefetched."""
-        self._split, self._order, self._epochs = split, order, epochs
-        self._bad = Bad()  # of the samples in memory
-        self._windows: dict[tuple[int, int, int], Future[np.ndarray]] = {}  # epoch, shard, number
-        self._thread = ThreadPoolExecutor(1, "windows")
-        reach = order.reach(shards)
-        split.hold(reach)
-        self._first, self._kept = reach.start, None
-        self._least = options.random_crop
-        if not self._least and len(reach) * split.pack.image_bytes <= options.read_buffer:
-            self._kept = self._load(np.arange(reach.start, reach.stop))
-
-    def read(self, place: tuple[int, int, int], key: int, out: np.ndarray, bad: Bad) -> np.ndarray:
-        """Read samples of a shard into `out` (n, H, W, C); return their indices, (n,) int64.
-
-        `place`: epoch, shard, and the position of the first one in the shard's epoch; `key`: for
-        the random numbers of crops. Samples that cannot be used are described in `bad`.
-        """
-        if self._kept is None and not self._least and isinstance(self._order, BlockOrder):
-            indices = self._read_windows(self._order, place, out)
-        else:
-            indices, crops = self._order.samples(*place, len(out)), None
-            if self._kept is not None:
-                np.take(self._kept, indices - self._first, axis=0, out=out, mode="clip")
-            else:
-                if self._least:
-                    from hpctrain.data.images import draw_crops
-
-                    crops = draw_crops(self._least, len(out), random_key(key, "crop"))
-                self._split.gather(indices, out, crops, bad=bad)
-        bad |= {index: self._bad[index] for index in self._bad.keys() & {*indices.tolist()}}
-        return indices
-
-    def close(self) -> None:
-        """End the prefetching thread."""
-        self._thread.shutdown(cancel_futures=True)
-        self._windows.clear()
-
-    def _read_windows(
-        self, order: BlockOrder, place: tuple[int, int, int], out: np.ndarray
-    ) -> np.ndarray:
-        """Implement `read` with windows, of which a shard has at most two in memory."""
-        (epoch, shard, first), done, found = place, 0, []
-        for window, places in order.windows(epoch, shard, first, len(out)):
-            chosen, part = window.order(places), out[done : done + len(places)]
-            # The window is not assigned to a name, which would keep it alive too long.
-            key = epoch, shard, window.number
-            np.take(self._window(order, *key), chosen, axis=0, out=part, mode="clip")
-            found.append(window.samples[chosen])
-            done += len(places)
-        return np.concatenate(found)
-
-    def _window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> np.ndarray:
-        """Return the images of a window in reading order, and free the windows before it."""
-        wanted, following = [(epoch, shard, number)], (epoch, shard, number + 1)
-        if number + 1 == order.count(shard):
-            following = (epoch + 1, shard, 0)
-        if following[0] < max(self._epochs, epoch + 1):
-            wanted.append(following)
-        for key in [k for k in self._windows if k[1] == shard and k not in wanted]:
-            del self._windows[key]
-        for key in wanted:
-            if key not in self._windows:
-                self._windows[key] = self._thread.submit(self._load, order.window(*key).samples)
-        return self._windows[wanted[0]].result()
-
-    def _load(self, indices: np.ndarray) -> np.ndarray:
-        images = np.empty((len(indices), *self._split.image_shape), self._split.dtype)
-        for start in range(0, len(indices), PIECE_ROWS):
-            part = slice(start, start + PIECE_ROWS)
-            self._split.gather(indices[part], images[part], bad=self._bad)
-        return images
-
-
-class Loader:
-    """Loads the batches of the shards that are assigned to this rank."""
 
     def __init__(
         self,
@@ -284,27 +205,27 @@ class Loader:
         UsageError for random crops of samples that are not JPEG files.
         """
         if options.random_crop and not split.pack.fit:
-            raise UsageError(
-                "--random-crop cuts image files as they are decoded, but this split holds pixels:"
-                " pack with --encoding jpeg"
-            )
+            raise UsageError("--random-crop needs a pack of JPEG files: pack with --encoding jpeg")
         self.split, self.order, self.partition = split, order, order.partition
         self.epochs, self.prepare, self._options = epochs, prepare or make_prepare(), options
         self.pair = pair or (lambda images, labels, key: (images, labels))
+        self.shards = range(shards[0], shards[-1] + 1)
         self._prefetch: Prefetcher[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
-        self._reader: SampleReader | None = None
-        self.shards = range(shards[0], shards[-1] + 1)
+        self._is_held = False  # what the shards may read was held, or read into `_kept`
+        self._kept: np.ndarray | None = None  # the images of all samples that they may read
+        self._windows: dict[WindowKey, Future[np.ndarray]] = {}
+        self._bad = Bad()  # of all samples that were read
         count = sum(self.partition.shares[j] for j in shards)
         self._upload = Upload((count, *split.image_shape), split.dtype, options.device)
 
     def close(self) -> None:
-        """End the reading thread and free all that it has read. The next epoch starts a new one."""
+        """End the reading threads and free all that they have read. The next epoch starts anew."""
         self._end_prefetch()
-        if self._reader:
-            self._reader.close()
-            self._reader = None
+        if self._is_held:
+            self._thread.shutdown(cancel_futures=True)
+        self._is_held, self._kept, self._windows = False, None, {}
 
     def epoch(
         self, epoch: int, first_step: int = 0, bad: Bad | None = None
@@ -318,8 +239,12 @@ class Loader:
         """
         if self._prefetch is None or self._following != (epoch, first_step):
             self._end_prefetch()
-            steps_from = self._steps_from(epoch, first_step)
-            self._prefetch = Prefetcher(self._read_step, steps_from, AHEAD, HEAD_START)
+            places = (
+                (number, step)
+                for number in range(epoch, max(self.epochs, epoch + 1))
+                for step in range(first_step if number == epoch else 0, self.partition.steps)
+            )
+            self._prefetch = Prefetcher(self._read_step, places, AHEAD, HEAD_START)
         prefetch, steps = self._prefetch, self.partition.steps
         self._following, reads_on = None, False
         try:
@@ -342,31 +267,88 @@ class Loader:
             self._prefetch.close()
             self._prefetch = None
 
-    def _steps_from(self, epoch: int, first_step: int) -> Iterator[tuple[int, int]]:
-        """Yield (epoch, step) of the steps that the thread reads."""
-        for number in range(epoch, max(self.epochs, epoch + 1)):
-            first = first_step if number == epoch else 0
-            yield from ((number, step) for step in range(first, self.partition.steps))
-
     def _read_step(self, place: tuple[int, int]) -> Ready:
         epoch, step = place
-        if self._reader is None:
-            how = self.shards, self._options, self.epochs
-            self._reader = SampleReader(self.split, self.order, *how)
+        self._hold()
         counts = {j: n for j in self.shards if (n := self.partition.count(step, j))}
-        images, done = self._upload.buffer(sum(counts.values())), 0
-        parts, bad = list[Part](), Bad()
+        images, done, parts, bad = self._upload.buffer(sum(counts.values())), 0, list[Part](), Bad()
         for shard, count in counts.items():
             key = random_key(self.order.seed, "batch", epoch, step, shard)
             first = epoch, shard, step * self.partition.shares[shard]
-            indices = self._reader.read(first, key, images[done : done + count], bad)
-            parts.append((indices, key))
+            parts.append((self._read(first, key, images[done : done + count]), key))
             done += count
-        made: list[Batch] = []
+        batches: list[Batch] = []
         if parts:
             pairs = make_pairs(self._upload, self.split, parts, self.prepare, self.pair, bad)
-            made = [
-                Batch(shard, *pair, key)
-                for shard, (_, key), pair in zip(counts, parts, pairs, strict=True)
-            ]
-        return made, self._upload.record_event(), bad
+            made = zip(counts, parts, pairs, strict=True)
+            batches = [Batch(shard, *pair, key) for shard, (_, key), pair in made]
+        if self._bad:
+            samples = {index for indices, _ in parts for index in indices.tolist()}
+            bad |= {index: self._bad[index] for index in self._bad.keys() & samples}
+        return batches, self._upload.record_event(), bad
+
+    def _hold(self) -> None:
+        """Read all that the shards may read, if it fits, and hold its labels. Once."""
+        if self._is_held:
+            return
+        reach = self.order.reach(self.shards)
+        self.split.hold(reach)
+        fits = len(reach) * self.split.pack.image_bytes <= self._options.read_buffer
+        if fits and not self._options.random_crop:
+            self._kept = self._load(np.arange(reach.start, reach.stop))
+        self._thread, self._is_held = ThreadPoolExecutor(1, "windows"), True
+
+    def _read(self, place: tuple[int, int, int], key: int, out: np.ndarray) -> np.ndarray:
+        """Read samples of a shard into `out` (n, H, W, C); return their indices, (n,) int64.
+
+        `place`: epoch, shard, and the position of the first one in the shard's epoch; `key`: for
+        the random numbers of crops.
+        """
+        order, least = self.order, self._options.random_crop
+        if self._kept is None and not least and isinstance(order, BlockOrder):
+            return self._read_windows(order, place, out)
+        indices, crops = order.samples(*place, len(out)), None
+        if self._kept is not None:
+            first = order.reach(self.shards).start
+            np.take(self._kept, indices - first, axis=0, out=out, mode="clip")
+            return indices
+        if least:
+            from hpctrain.data.images import draw_crops
+
+            crops = draw_crops(least, len(out), random_key(key, "crop"))
+        self.split.gather(indices, out, crops, bad=self._bad)
+        return indices
+
+    def _read_windows(
+        self, order: BlockOrder, place: tuple[int, int, int], out: np.ndarray
+    ) -> np.ndarray:
+        """Implement `_read` with windows, of which a shard has at most two in memory."""
+        (epoch, shard, first), done, found = place, 0, []
+        for window, places in order.windows(epoch, shard, first, len(out)):
+            chosen, part = window.order(places), out[done : done + len(places)]
+            # The window is not assigned to a name, which would keep it alive too long.
+            key = epoch, shard, window.number
+            np.take(self._window(order, *key), chosen, axis=0, out=part, mode="clip")
+            found.append(window.samples[chosen])
+            done += len(places)
+        return np.concatenate(found)
+
+    def _window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> np.ndarray:
+        """Return the images of a window in reading order, and free the windows before it."""
+        is_last = number + 1 == order.count(shard)
+        wanted = [(epoch, shard, number), (epoch + is_last, shard, 0 if is_last else number + 1)]
+        if is_last and epoch + 1 >= self.epochs:
+            wanted.pop()
+        for key in [k for k in self._windows if k[1] == shard and k not in wanted]:
+            del self._windows[key]
+        for key in wanted:
+            if key not in self._windows:
+                self._windows[key] = self._thread.submit(self._load, order.window(*key).samples)
+        return self._windows[wanted[0]].result()
+
+    def _load(self, indices: np.ndarray) -> np.ndarray:
+        images = np.empty((len(indices), *self.split.image_shape), self.split.dtype)
+        for start in range(0, len(indices), PIECE_ROWS):
+            part = slice(start, start + PIECE_ROWS)
+            self.split.gather(indices[part], images[part], bad=self._bad)
+        return images

@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hpctrain.errors import UsageError
 
@@ -36,15 +36,6 @@ def even_shares(total: int, parts: int) -> tuple[int, ...]:
     return tuple(share + (j < remainder) for j in range(parts))
 
 
-def proportional_cut(total: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Divide `total` in proportion to `shares` (cumulative floors); part j is at most share j."""
-    whole, seen, cut = sum(shares), 0, []
-    for share in shares:
-        cut.append(total * (seen + share) // whole - total * seen // whole)
-        seen += share
-    return tuple(cut)
-
-
 def cut_last_step(
     samples: int, shares: tuple[int, ...], min_samples: int
 ) -> tuple[int, ...] | None:
@@ -55,7 +46,8 @@ def cut_last_step(
     would have fewer samples each. Returns None if even that fails. `min_samples` is 2 if a layer
     normalises one value per image and channel, which is impossible for a single image.
     """
-    cut = proportional_cut(samples, shares)
+    sums = [*accumulate(shares, initial=0)]
+    cut = tuple(samples * b // sums[-1] - samples * a // sums[-1] for a, b in pairwise(sums))
     if all(r == 0 or r >= min_samples for r in cut):
         return cut
     filled = next(n for n, room in enumerate(accumulate(shares), start=1) if room >= samples)
@@ -86,7 +78,7 @@ class Partition:
         return tuple((self.steps - 1) * b + r for b, r in zip(self.shares, self.last, strict=True))
 
     @cached_property
-    def _starts(self) -> Sequence[int]:
+    def _starts(self) -> tuple[int, ...]:
         return tuple(accumulate(self.sizes, initial=0))
 
     def start(self, shard: int) -> int:
