@@ -8,7 +8,7 @@ the pack itself. Names stay in the pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
@@ -44,32 +44,26 @@ def stage(folder: str, source: Split, samples: range, comm: Comm) -> Pack:
     final = Path(folder).absolute() / name
 
     with ExitStack() as stack:
-
-        def begin() -> str:
-            """Create the copy on one rank of a host that has none; return its temporary name."""
-            if host.rank:
-                return ""
+        created: str | Path = ""  # its temporary name, on one rank of a host that has no copy
+        with on_all(comm):
             try:
                 final.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 why = f"this folder cannot be made: {error.strerror}"
                 raise UsageError(f"--stage {folder}: {why}") from None
             with writing(final):
-                if final.is_file() and final.stat().st_size == size:
-                    return ""
-                remove_left_behind(final)
-                check_room(final.parent, sum(map(len, parts)), "the host's part of the pack")
-                file = stack.enter_context(whole_file(final, point="stage"))
-                file.truncate(size)
-                return file.name
-
-        with on_all(comm):
-            created = begin()
-        temporary = on_root(host, lambda: created)
-        share = islice(pieces(parts), host.rank, None, host.size)
+                if host.rank == 0 and not (final.is_file() and final.stat().st_size == size):
+                    remove_left_behind(final)
+                    check_room(final.parent, sum(map(len, parts)), "the host's part of the pack")
+                    file = stack.enter_context(whole_file(final, point="stage"))
+                    file.truncate(size)
+                    created = file.name
+        temporary = on_root(host, str, created)
         with on_all(comm):
             if temporary:
-                copy(pack, temporary, share)
+                starts = ((part, at) for part in parts for at in range(0, len(part), PIECE))
+                own = islice(starts, host.rank, None, host.size)
+                copy(pack, temporary, (part[at : at + PIECE] for part, at in own))
         with on_all(comm), writing(final):  # once all ranks have copied
             stack.close()
 
@@ -93,13 +87,6 @@ def parts_to_copy(source: Split, samples: range) -> list[range]:
         range(*(stored.place + row * stored.row_bytes for row in (rows.start, rows.stop)))
         for stored, rows in parts
     ]
-
-
-def pieces(parts: Iterable[range]) -> Iterator[range]:
-    """Cut ranges of bytes into pieces, in order."""
-    for part in parts:
-        for start in range(0, len(part), PIECE):
-            yield part[start : start + PIECE]
 
 
 def copy(pack: Pack, target: str, share: Iterable[range]) -> None:
