@@ -216,18 +216,17 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
 def find_equal_files(source: Source, run: Run) -> None:
     """Give equal files equal numbers in `source.duplicate_of`.
 
-    Only files of equal size are hashed (in a .zip, of equal CRC-32, too): all their bytes.
+    Only files of equal size are hashed (in a .zip, of equal CRC-32): all their bytes.
     """
+    rows = source.duplicate_of = np.arange(len(source.names))
     if source.kind == "folder":
-        rows = np.arange(len(source.names))
         keys = np.fromiter(_read(source, rows, run, workers.read_sizes), np.int64, len(rows))
     else:
-        keys = source.places[:, 3] << 32 | source.places[:, 4]  # size and CRC-32
+        keys = source.places[:, 3 if source.kind == "zip" else 2]  # CRC-32, else size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    digests = np.fromiter(
-        _read(source, rows, run, workers.read_each, workers.sha256, b""), "S32", len(rows)
-    )
+    found = _read(source, rows, run, workers.read_each, workers.sha256, b"")
+    digests = np.fromiter(found, "S32", len(rows))
     rows, digests = rows[digests != b""], digests[digests != b""]
     _, first, numbers = np.unique(digests, return_index=True, return_inverse=True)
     source.duplicate_of[rows] = rows[first][numbers]
@@ -264,10 +263,10 @@ def write_images(
     sums = np.zeros((2, fit.channels), np.uint64)  # of train
     kept, bad = 0, dict[int, str]()
 
-    def tasks(*how: Any, writer: PackWriter | None) -> Iterator[tuple[Any, ...]]:
-        """Yield the arguments of the task of each part; a `writer` says where it is written."""
+    def tasks(*how: Any, places: np.ndarray | None = None) -> Iterator[tuple[Any, ...]]:
+        """Yield the arguments of the task of each part; it is written at the first of `places`."""
         for part in parts:
-            where = (file.name, int(writer.places[part.start])) if writer else ()
+            where = () if places is None else (file.name, int(places[part.start]))
             yield source.slices(order[part]), labels[part].tolist(), *how, *where
 
     def make_writer(sizes: np.ndarray | None = None) -> PackWriter:
@@ -278,7 +277,8 @@ def write_images(
 
     with whole_file(output, point="pack") as file:
         writer = None if jpeg else make_writer()
-        decoded = run("decoding", workers.decode_images, tasks(fit, writer=writer), count)
+        given = tasks(fit, places=writer.places if writer else None)
+        decoded = run("decoding", workers.decode_images, given, count)
         for part, done in zip(parts, decoded, strict=True):
             crc32[part], sizes[part], kept = done.crc32, done.sizes, kept + done.kept
             if part.start < counts["train"]:  # which comes first
@@ -288,13 +288,12 @@ def write_images(
             raise BadFiles(bad)
         facts, how = provenance(source, config, fit, counts), ""
         if writer is None:
-            writer = make_writer(sizes)
-            written = run("writing", workers.write_files, tasks(writer=writer), count)
+            writer, how = make_writer(sizes), "crop" if fit.crop else "stretch"
+            written = run("writing", workers.write_files, tasks(places=writer.places), count)
             changed = order[np.concatenate([*written]) != crc32]
             if len(changed):
-                name = source.names[int(changed[0])]
+                name = source.names[changed[0]]
                 raise RunError(f"{name} was changed while it was packed: pack again")
-            how = "crop" if fit.crop else "stretch"
             facts["encoding"] = {"name": "jpeg", "kept": kept, "encoded_anew": count - kept}
         say_chosen(source, config, facts)
         writer.finish(crc32, sums, source.classes, facts, how)
@@ -363,12 +362,10 @@ def print_table(pack: Pack) -> None:
         with Split(pack, name, threads=1) as split:
             counts[name] = split.count_classes()
     columns = np.array([*counts.values(), sum(counts.values())])
-    lines = dict(zip(pack.classes, columns.T, strict=True))
-    if len(lines) > CLASSES_SHOWN:
-        lines = {"smallest class": columns.min(axis=1), "largest class": columns.max(axis=1)}
+    lines = [*zip(pack.classes, columns.T, strict=True), ("total", columns.sum(axis=1))]
     table = Table("class", *(Column(name, justify="right") for name in [*counts, "all"]))
     table.title = pack.path
-    for name, line in [*lines.items(), ("total", columns.sum(axis=1))]:
+    for name, line in lines if len(lines) <= CLASSES_SHOWN else lines[-1:]:
         table.add_row(name, *(f"{count:,}" for count in line))
     console = Console()
     if not console.is_terminal:
@@ -378,7 +375,6 @@ def print_table(pack: Pack) -> None:
     how = {"": "", "stretch": ", stretched from JPEG files", "crop": ", cut from JPEG files"}
     made = [f"{key} {pack.provenance[key]}" for key in PRINTED if pack.provenance.get(key)]
     say(f"images  {width} x {height} pixels, {counted(channels, 'channel')}{how[pack.fit]}")
-    say(f"mean    {' '.join(f'{value:.4f}' for value in pack.mean)} of train, in [0, 1]")
-    say(f"std     {' '.join(f'{value:.4f}' for value in pack.std)}")
+    say(f"classes {len(pack.classes):,}")
     say(f"file    {pack.sizes[pack.path] / 2**20:,.1f} MiB, {pack.uuid}")
     say(f"made    {', '.join(made)}")

@@ -19,7 +19,6 @@ import gzip
 import os
 import re
 import shutil
-import stat
 import sys
 import tarfile
 import zipfile
@@ -46,8 +45,7 @@ SPLIT_FOLDER = re.compile(f"(?:{NAMES})(?:[-_ ]?(?:data|set|split|images|imgs))?
 HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 COLUMNS = ("path", "label", "split", "group")  # of a manifest
 NO_SPLIT = NO_GROUP = -1
-PLAIN, STORED, DEFLATED, UNREADABLE, FOLDER = range(5)  # kinds of slices
-ENCRYPTED = 0x1  # flag of a member of a .zip (APPNOTE.TXT 4.4.4)
+PLAIN, STORED, DEFLATED, UNREADABLE = range(4)  # kinds of slices
 GZIP, ZIP, OTHER_COMPRESSION = b"\x1f\x8b", b"PK", (b"BZh", b"\xfd7zXZ")
 
 # Names, classes, labels, splits, groups and the number of ignored image files, as in `Source`
@@ -55,7 +53,7 @@ Columns = tuple[list[str], tuple[str, ...], np.ndarray, np.ndarray, np.ndarray, 
 
 
 class Slice(NamedTuple):
-    """Where an image file is: a file, or `stored` bytes of an archive from `offset` on.
+    """Where an image file is: a file, or `size` bytes of an archive from `offset` on.
 
     There, a member of a .zip (STORED or DEFLATED) has its local header, which comes in addition.
     """
@@ -63,9 +61,8 @@ class Slice(NamedTuple):
     path: str
     kind: int = PLAIN
     offset: int = 0
-    stored: int = -1  # all bytes
-    size: int = -1  # of the image file
-    crc32: int = 0
+    size: int = -1  # as it is stored; -1: all bytes
+    crc32: int = 0  # of a member of a .zip
 
 
 @dataclass
@@ -76,7 +73,7 @@ class Source:
     kind: str  # "folder", "tar" or "zip"
     root: str  # path of the folder or archive
     split_by: str  # origin of given splits: "folders" or "manifest"
-    places: np.ndarray  # (N, 5) int64: the fields of Slice from `kind` on; of a folder (0, 5)
+    places: np.ndarray  # (N, 4) int64: the fields of Slice from `kind` on; of a folder (0, 4)
     names: list[str]
     classes: tuple[str, ...]
     labels: np.ndarray  # (N,) int32
@@ -85,9 +82,6 @@ class Source:
     ignored: int  # image files outside of class folders
     bad: list[tuple[str, str]] = field(default_factory=list)  # names and reasons of dropped files
     duplicate_of: np.ndarray = field(init=False)  # (N,) int64: equal files have equal numbers
-
-    def __post_init__(self) -> None:
-        self.duplicate_of = np.arange(len(self.names))
 
     def slices(self, rows: np.ndarray) -> list[Slice]:
         """Return where the bytes of these images are."""
@@ -122,18 +116,18 @@ def read_files(slices: list[Slice]) -> Iterator[bytes | BadImage]:
 def _read(file: FileIO, part: Slice) -> bytes:
     """Read an image file. Raises BadImage, OSError and zlib.error."""
     if part.kind == UNREADABLE:
-        raise BadImage("not a regular file, or encrypted, or compressed otherwise than by deflate")
+        raise BadImage("encrypted, or compressed otherwise than by deflate")
     start = part.offset
     if part.kind != PLAIN:  # a local header of 30 bytes, a name and an extra field
         file.seek(start + 26)
         lengths = file.read(4)
         start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
     file.seek(start)
-    data = file.read(part.stored)
+    data = file.read(part.size)
+    if part.size not in (-1, len(data)):
+        raise BadImage("the archive was cut short")
     if part.kind == DEFLATED:
         data = zlib.decompress(data, -zlib.MAX_WBITS)
-    if part.size >= 0 and len(data) != part.size:
-        raise BadImage("the archive is cut short or damaged")
     if part.kind != PLAIN and zlib.crc32(data) != part.crc32:
         raise BadImage("the archive is damaged: CRC-32 differs")
     return data
@@ -153,17 +147,15 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
 
 
 def _list_source(path: Path, unzipped: IO[bytes], manifest: str | None) -> Source:
-    rows, places = dict[str, int](), np.zeros((0, 5), np.int64)
+    rows, places = dict[str, int](), np.zeros((0, 4), np.int64)
+    files: Iterable[str] = rows
     if path.is_dir():
         name, kind, root = path.resolve().name, "folder", str(path)
         # The files of a manifest are not searched: missing ones are noticed when they are read.
         files, folders = ([], []) if manifest else _walk(root)
     else:
         name, (kind, root) = path.name, _open_archive(path, unzipped)
-        rows, places = _list_members(path, kind, root)
-        kinds = places[:, 0].tolist()
-        files = [name for name, row in rows.items() if kinds[row] != FOLDER]
-        folders = [name for name, row in rows.items() if kinds[row] == FOLDER]
+        folders, places = _list_members(path, kind, root, rows)
     columns = read_manifest(manifest) if manifest else read_class_folders(files, folders, str(path))
     if kind != "folder":
         if missing := [name for name in columns[0] if name not in rows]:
@@ -182,13 +174,10 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
     def refuse(error: OSError) -> None:
         raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from None
 
-    def is_loop(folder: str, link: str) -> bool:
-        inside = os.path.realpath(folder) + "/"
-        return inside.startswith(os.path.realpath(os.path.join(folder, link)) + "/")
-
     for folder, below, names in os.walk(root, onerror=refuse, followlinks=True):
-        name = os.path.relpath(folder, root)
-        below[:] = [each for each in below if not is_loop(folder, each)]
+        inside, name = f"{os.path.realpath(folder)}/", os.path.relpath(folder, root)
+        real = {each: os.path.realpath(os.path.join(folder, each)) for each in below}
+        below[:] = [each for each in below if not inside.startswith(f"{real[each]}/")]
         files += (shortest(f"{name}/{each}") for each in names)
         folders += (shortest(f"{name}/{each}") for each in below)
     return files, folders
@@ -229,44 +218,47 @@ def _open_archive(path: Path, unzipped: IO[bytes]) -> tuple[str, str]:
     )
 
 
-def _list_members(path: Path, kind: str, opened: str) -> tuple[dict[str, int], np.ndarray]:
-    """Return the row of each member of an archive by name, and their places (M, 5) int64.
+def _list_members(
+    path: Path, kind: str, opened: str, rows: dict[str, int]
+) -> tuple[list[str], np.ndarray]:
+    """Add the row of each file in an archive to `rows`, by name; return folders and places (M, 4).
 
     Of equal names the last one counts, as in tar. Raises UsageError.
     """
-    rows, fields = dict[str, int](), array("q")
+    folders, fields = list[str](), array("q")
     try:
-        for name, *place in (_tar_members if kind == "tar" else _zip_members)(opened):
-            if name := shortest(name.lstrip("/")):
-                rows[name] = len(fields) // 5
+        for name, is_folder, *place in (_tar_members if kind == "tar" else _zip_members)(opened):
+            name = shortest(name.lstrip("/"))
+            if is_folder:
+                folders.append(name)
+            else:
+                rows[name] = len(fields) // 4
                 fields.extend(place)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
         raise UsageError(f"source {path} is not a whole {kind} archive: {brief(error)}") from None
-    return rows, np.frombuffer(fields, np.int64).reshape(-1, 5)
+    return folders, np.frombuffer(fields, np.int64).reshape(-1, 4)
 
 
-def _tar_members(path: str) -> Iterator[tuple[str, int, int, int, int, int]]:
-    """Yield the members of a .tar: their names, and the other fields of Slice. Raises TarError."""
+def _tar_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
+    """Yield the name of each member, whether it is a folder, and its place. Raises TarError."""
     with open(path, "rb") as file, tarfile.TarFile.open(fileobj=file, mode="r:") as archive:
         while (m := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # it would keep them in memory
-            regular = PLAIN if m.isreg() and not m.issparse() else UNREADABLE
-            yield m.name, FOLDER if m.isdir() else regular, m.offset_data, m.size, m.size, 0
+            is_file = m.isreg() and not m.issparse()
+            yield m.name, m.isdir(), PLAIN, m.offset_data, m.size * is_file, 0
         file.seek(archive.offset)  # of the first block that is not a member
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("it has no end mark: fetch it again")
 
 
-def _zip_members(path: str) -> Iterator[tuple[str, int, int, int, int, int]]:
-    """Yield the members of a .zip, likewise. Raises BadZipFile."""
+def _zip_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
+    """Yield the members of a .zip likewise. Raises BadZipFile."""
     kinds = {zipfile.ZIP_STORED: STORED, zipfile.ZIP_DEFLATED: DEFLATED}
     with zipfile.ZipFile(path) as archive:
         for m in archive.infolist():
-            kind = FOLDER if m.is_dir() else kinds.get(m.compress_type, UNREADABLE)
-            mode = stat.S_IFMT(m.external_attr >> 16)
-            if mode not in (0, stat.S_IFREG, stat.S_IFDIR) or m.flag_bits & ENCRYPTED:
-                kind = UNREADABLE
-            yield m.filename, kind, m.header_offset, m.compress_size, m.file_size, m.CRC
+            is_encrypted = m.flag_bits & 1  # APPNOTE.TXT 4.4.4
+            kind = UNREADABLE if is_encrypted else kinds.get(m.compress_type, UNREADABLE)
+            yield m.filename, m.is_dir(), kind, m.header_offset, m.compress_size, m.CRC
 
 
 def split_number(name: str) -> int | None:
