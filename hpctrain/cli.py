@@ -6,17 +6,21 @@ have been accepted. A subcommand that runs on all ranks is started under a watch
 
 from __future__ import annotations
 
+import gc
 import importlib
+import inspect
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from hpctrain import __version__, config
 from hpctrain.cluster import launched_rank, launched_size, under_mpirun
 from hpctrain.errors import Failure, UsageError, did_you_mean
 from hpctrain.fault import fault
-from hpctrain.quick_imports import quick_imports
 from hpctrain.text import say
 from hpctrain.watchdog import Watchdog
 
@@ -77,20 +81,23 @@ ELSEWHERE = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 failed, 2 wrong usage, 75 to resume."""
-    ranks = launched_size() or 1
+    name, settings, failure = "", None, None
     try:
         try:
             name, settings = parse(sys.argv[1:] if argv is None else argv)
         except Failure as error:
-            if ranks == 1:
+            if (launched_size() or 1) == 1:
                 raise
-            return start("", "", failure=error)  # all ranks agree on the error and print it once
-        processes, module = COMMANDS[name].processes, f"hpctrain.{COMMANDS[name].module}"
-        if processes == RANKS:
-            return start(name, module, settings)
-        return int(importlib.import_module(module).main(settings))
-    except Failure as error:
-        _say_once(f"hpctrain: {error}")
+            failure = error  # all ranks agree on it and print it once
+        if failure or COMMANDS[name].processes == RANKS:
+            return start(name, settings, failure)
+        return int(importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main(settings))
+    except Failure as error:  # one process, or several without MPI
+        where = ""
+        if rank := launched_rank():
+            time.sleep(1.0)  # if the first process failed alike, the launcher ends this one
+            where = f"[rank {rank}] "
+        print(f"{where}hpctrain: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 1
@@ -124,30 +131,15 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
-def _say_once(text: str) -> None:
-    """Print an error once, if all processes of a launcher raise the same one, as they mostly do.
-
-    The first process prints it. The others wait for a second, in which the launcher terminates
-    them. One that is still running then has an error of its own (such as a file missing on its
-    host) and prints it.
-    """
-    if rank := launched_rank():
-        time.sleep(1.0)
-        text = f"[rank {rank}] {text}"
-    print(text, file=sys.stderr, flush=True)
-
-
-def start(name: str, module: str, settings: Any = None, failure: Failure | None = None) -> int:
-    """Run a module's `main` on all ranks and return the exit code.
+def start(name: str, settings: Any, failure: Failure | None = None) -> int:
+    """Run a subcommand on all ranks and return the exit code.
 
     An error on one rank, also during its imports, aborts all ranks. `failure` is an error of the
     command line: the ranks agree on it and raise it instead.
     """
     rank, size = launched_rank(), launched_size() or 1
-    timeout = config.duration(
-        getattr(settings, "hang_timeout", config.Config.hang_timeout), "--hang-timeout"
-    )
-
+    limit = getattr(settings, "hang_timeout", config.Config.hang_timeout)
+    timeout = config.duration(limit, "--hang-timeout")
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
@@ -164,10 +156,34 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
                 if failure is not None:
                     raise failure
             comm.Free()
-            watchdog.doing(f"importing {module}")
+            watchdog.doing(f"importing {name}")
             with quick_imports():
-                main = importlib.import_module(module).main
+                main = importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main
             watchdog.doing("starting")
             return int(main(settings))
         except BaseException as error:
             return conclude(error)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import in the block without searching for the modules of calling frames, and keep garbage.
+
+    torch's modules register operators and ask `inspect` from which module each time. It would
+    resolve the path of every module imported so far, 12,000 file operations in all on every rank;
+    here it takes the module's name from the frame. Garbage collection during imports finds nothing.
+    """
+    find_module = inspect.getmodule
+
+    def module_of(thing: Any, filename: str | None = None) -> ModuleType | None:
+        if isinstance(thing, FrameType):
+            return sys.modules.get(thing.f_globals.get("__name__", ""))
+        return find_module(thing, filename)
+
+    gc.disable()
+    inspect.getmodule = module_of  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        inspect.getmodule = find_module
+        gc.enable()

@@ -30,32 +30,19 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from typing import NamedTuple
 
 from hpctrain.errors import RunError
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
 LEFT = 75  # exit code EX_TEMPFAIL of sysexits.h: the state is saved, the same command resumes
-#: Prefixes of the variables that Open MPI, MPICH, Slurm, PALS and Flux set for ranks they start.
-LAUNCHER_PREFIXES = (
-    *("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP"),
-    *("PALS_", "FLUX_TASK_", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES"),
-)
+ANSWER_WITHIN = 10.0  # seconds for squeue and scontrol
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
 #: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
 REQUESTS = (
-    "SLURM_GPUS",
-    "SLURM_GPUS_PER_NODE",
-    "SLURM_GPUS_PER_SOCKET",
-    "SLURM_GPUS_PER_TASK",
-    "SLURM_CPUS_PER_GPU",
-    "SLURM_NTASKS_PER_GPU",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_GRES",
-    "SLURM_STEP_GRES",
-    "SLURM_TRES_PER_TASK",
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK"),
+    *("SLURM_CPUS_PER_GPU", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE"),
+    *("SLURM_GRES", "SLURM_STEP_GRES", "SLURM_TRES_PER_TASK"),
 )
 
 _received: list[int] = []  # signals received so far
@@ -88,11 +75,21 @@ def launcher_name() -> str:
     return next((name for variable, name in names if variable in os.environ), "none")
 
 
+def end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its `parent` dies, even by SIGKILL (Linux, prctl(2)).
+
+    Ends it at once if the parent has died already.
+    """
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 def end_with_launcher() -> None:
-    """Make the kernel kill this process when the mpirun that started it dies (Linux)."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None and under_mpirun():
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Make the kernel kill this process when the mpirun that started it dies."""
+    if under_mpirun():
+        end_with_parent(os.getppid())
 
 
 def notice_signals() -> tuple[signal.Signals, ...]:
@@ -104,7 +101,7 @@ def notice_signals() -> tuple[signal.Signals, ...]:
 def catch_signals() -> None:
     """Install the handler of the notices. May be called repeatedly, in the main thread only."""
     for number in notice_signals():
-        signal.signal(number, _on_signal)
+        signal.signal(number, lambda number, frame: _received.append(number))
 
 
 @contextmanager
@@ -140,10 +137,6 @@ def ignore_signals() -> None:
     """
     for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    _received.append(number)
 
 
 def launched_size() -> int | None:
@@ -199,18 +192,20 @@ def place_in_step(rank: int, size: int, env: Mapping[str, str] = os.environ) -> 
     return -1, -1
 
 
-ANSWER_WITHIN = 10.0  # seconds for squeue and scontrol
-MOST_REQUEUES = 20
-
-
-@dataclass(frozen=True)
-class Scheduler:
+class Scheduler(NamedTuple):
     """How one scheduler describes a job and requeues it."""
 
     name: str
     variables: tuple[str, ...]  # any of them means that there is a job; the first is its ID
     requeue: tuple[str, ...] = ()  # command to which the ID is appended; none cannot requeue
     restarts: str = ""  # variable with the number of requeues so far
+
+
+SCHEDULERS = (
+    Scheduler("Slurm", ("SLURM_JOB_ID",), ("scontrol", "requeue"), "SLURM_RESTART_COUNT"),
+    Scheduler("PBS", ("PBS_JOBID",), ("qrerun",)),
+    Scheduler("Flux", ("FLUX_JOB_ID", "FLUX_URI")),
+)
 
 
 def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
@@ -225,19 +220,13 @@ def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
 
 
 def ask(*command: str, within: float | None = None, **variables: str) -> str:
-    """Return the output of a scheduler's command. Raises RunError if it fails or times out.
+    """Return the output of a scheduler's command, given `within` so many seconds (ANSWER_WITHIN).
 
-    `within` is the time limit in seconds, by default `ANSWER_WITHIN`.
+    Raises RunError if it fails or times out.
     """
-    within = within or ANSWER_WITHIN
+    within, env = within or ANSWER_WITHIN, {**os.environ, **variables}
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
-            timeout=within,
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=within)
     except OSError as error:
         raise RunError(f"{command[0]}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
@@ -268,10 +257,3 @@ def job_end() -> float | None:
     if end in ("N/A", "Unknown", "NONE"):
         return None
     raise RunError(f"squeue: {end or 'no such job'}")
-
-
-SCHEDULERS = (
-    Scheduler("Slurm", ("SLURM_JOB_ID",), ("scontrol", "requeue"), "SLURM_RESTART_COUNT"),
-    Scheduler("PBS", ("PBS_JOBID",), ("qrerun",)),
-    Scheduler("Flux", ("FLUX_JOB_ID", "FLUX_URI")),
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from hpctrain.cluster import PR_SET_PDEATHSIG
+from hpctrain.cluster import end_with_parent
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.history import Outcome, RunHistory
 from hpctrain.report.record import HistoryReader
@@ -155,13 +154,10 @@ def start(
     when this process dies, even by SIGKILL; the ranks of mpirun and srun die with their launcher.
     Raises OSError if it cannot start.
     """
-    parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
+    parent = os.getpid()
 
     def prepare() -> None:
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # the parent died before prctl was called
-                os._exit(1)
+        end_with_parent(parent)
         if cores:
             os.sched_setaffinity(0, cores)
 

@@ -6,7 +6,6 @@ forked, and the kernel ends them when their parent dies.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from hpctrain.cluster import PR_SET_PDEATHSIG
+from hpctrain.cluster import end_with_parent
 from hpctrain.data.images import BadImage, Fit, as_jpeg, decode
 from hpctrain.data.pack import checksum
 from hpctrain.errors import RunError
@@ -188,7 +187,5 @@ def start_workers(jobs: int) -> Iterator[Run]:
 
 def _begin(parent: int) -> None:
     """Initialise a worker process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # the parent has already died
+    end_with_parent(parent)
     warnings.simplefilter("ignore")

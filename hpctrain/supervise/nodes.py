@@ -20,12 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
-from hpctrain.cluster import MOST_REQUEUES, REQUESTS, ask, find_job, tasks_by_node
+from hpctrain.cluster import REQUESTS, ask, find_job, tasks_by_node
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import counted, listed, say
 
 ANSWER_WITHIN = 15.0  # seconds for a node to run a step
 AT_ONCE = 32  # nodes asked at the same time
+MOST_REQUEUES = 20
 #: Options of srun that belong to the supervisor.
 OWN = {"-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"}
 OWN |= {"-w", "--nodelist", "-x", "--exclude"}

@@ -17,10 +17,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.cluster import LAUNCHER_PREFIXES, launched_size
+from hpctrain.cluster import launched_size
 from hpctrain.launch import AS_ROOT, OVERSUBSCRIBE, mpirun, own_sessions
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Prefixes of the variables that Open MPI, MPICH, Slurm, PALS and Flux set for ranks they start.
+LAUNCHER_PREFIXES = (
+    *("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP"),
+    *("PALS_", "FLUX_TASK_", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES"),
+)
 #: For the sockets of mpirun: one that was killed leaves them, and the next of its number trips.
 SESSIONS = tempfile.mkdtemp(prefix="hpctrain-")
 atexit.register(shutil.rmtree, SESSIONS, ignore_errors=True)
