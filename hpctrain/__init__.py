@@ -23,91 +23,63 @@ from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # type checkers take it as true; importing typing takes 20 modules
-if TYPE_CHECKING:
-    from typing import Any
-
-    from hpctrain.api import History, evaluate, history, train
-    from hpctrain.config import Config
-    from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
-    from hpctrain.data.orders import Order
-    from hpctrain.data.pack import read_pack
-    from hpctrain.data.partition import cut_epoch
-    from hpctrain.data.split import Split
-    from hpctrain.errors import RunError, UsageError
-    from hpctrain.inference.evaluate import Evaluation
-    from hpctrain.inference.trained import Predictions, TrainedNetwork, load
-    from hpctrain.models import build
-    from hpctrain.packing.write import write_pack
-    from hpctrain.parallel.batchnorm import BatchNorms
-    from hpctrain.parallel.choose import choose_reduce
-    from hpctrain.parallel.message import Message
-    from hpctrain.parallel.mpi import start_mpi
-    from hpctrain.training.train import TrainingResult
-
-__version__ = "0.1.0"
-
 _HOME = {
-    "train": "api",
-    "evaluate": "api",
-    "load": "inference.trained",
-    "history": "api",
-    "Config": "config",
-    "UsageError": "errors",
-    "RunError": "errors",
-    "TrainingResult": "training.train",
-    "Evaluation": "inference.evaluate",
-    "TrainedNetwork": "inference.trained",
-    "Predictions": "inference.trained",
-    "History": "api",
-    "write_pack": "packing.write",
-    "Loader": "data.loader",
-    "ReadOptions": "data.loader",
-    "make_prepare": "data.loader",
-    "read_samples": "data.loader",
-    "Split": "data.split",
-    "read_pack": "data.pack",
-    "Order": "data.orders",
-    "cut_epoch": "data.partition",
-    "build": "models",
-    "BatchNorms": "parallel.batchnorm",
-    "Message": "parallel.message",
-    "start_mpi": "parallel.mpi",
-    "choose_reduce": "parallel.choose",
+    name: module
+    for module, names in {
+        "api": ("History", "evaluate", "history", "train"),
+        "config": ("Config",),
+        "data.loader": ("Loader", "ReadOptions", "make_prepare", "read_samples"),
+        "data.orders": ("Order",),
+        "data.pack": ("read_pack",),
+        "data.partition": ("cut_epoch",),
+        "data.split": ("Split",),
+        "errors": ("RunError", "UsageError"),
+        "inference.evaluate": ("Evaluation",),
+        "inference.trained": ("Predictions", "TrainedNetwork", "load"),
+        "models": ("build",),
+        "packing.write": ("write_pack",),
+        "parallel.batchnorm": ("BatchNorms",),
+        "parallel.choose": ("choose_reduce",),
+        "parallel.message": ("Message",),
+        "parallel.mpi": ("start_mpi",),
+        "training.train": ("TrainingResult",),
+    }.items()
+    for name in names
 }
-__all__ = [  # type checkers read it
-    "BatchNorms",
-    "Config",
-    "Evaluation",
-    "History",
-    "Loader",
-    "Message",
-    "Order",
-    "Predictions",
-    "ReadOptions",
-    "RunError",
-    "Split",
-    "TrainedNetwork",
-    "TrainingResult",
-    "UsageError",
-    "build",
-    "choose_reduce",
-    "cut_epoch",
-    "evaluate",
-    "history",
-    "load",
-    "make_prepare",
-    "read_pack",
-    "read_samples",
-    "start_mpi",
-    "train",
-    "write_pack",
-]
+__version__ = "0.1.0"
+__all__ = sorted(_HOME)
 
+TYPE_CHECKING = False  # type checkers take it as true; importing typing takes 20 modules
+if TYPE_CHECKING:  # "as" exports a name
+    from hpctrain.api import History as History
+    from hpctrain.api import evaluate as evaluate
+    from hpctrain.api import history as history
+    from hpctrain.api import train as train
+    from hpctrain.config import Config as Config
+    from hpctrain.data.loader import Loader as Loader
+    from hpctrain.data.loader import ReadOptions as ReadOptions
+    from hpctrain.data.loader import make_prepare as make_prepare
+    from hpctrain.data.loader import read_samples as read_samples
+    from hpctrain.data.orders import Order as Order
+    from hpctrain.data.pack import read_pack as read_pack
+    from hpctrain.data.partition import cut_epoch as cut_epoch
+    from hpctrain.data.split import Split as Split
+    from hpctrain.errors import RunError as RunError
+    from hpctrain.errors import UsageError as UsageError
+    from hpctrain.inference.evaluate import Evaluation as Evaluation
+    from hpctrain.inference.trained import Predictions as Predictions
+    from hpctrain.inference.trained import TrainedNetwork as TrainedNetwork
+    from hpctrain.inference.trained import load as load
+    from hpctrain.models import build as build
+    from hpctrain.packing.write import write_pack as write_pack
+    from hpctrain.parallel.batchnorm import BatchNorms as BatchNorms
+    from hpctrain.parallel.choose import choose_reduce as choose_reduce
+    from hpctrain.parallel.message import Message as Message
+    from hpctrain.parallel.mpi import start_mpi as start_mpi
+    from hpctrain.training.train import TrainingResult as TrainingResult
+else:  # to a type checker, every name would be known
 
-if not TYPE_CHECKING:  # to which every name would then be known
-
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name):
         if name not in _HOME:
             raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
         return getattr(import_module(f"hpctrain.{_HOME[name]}"), name)

@@ -15,13 +15,10 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import BinaryIO, TextIO
 
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
-
-UMASK = os.umask(0o022)
-os.umask(UMASK)
 
 
 def temporary_name(path: Path) -> Path:
@@ -30,19 +27,13 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{own}.tmp")
 
 
-def left_behind(path: Path) -> Iterator[Path]:
-    """Yield the temporary files for `path` whose writers ran on this host and no longer exist."""
+def remove_left_behind(path: Path) -> None:
+    """Remove temporary files and folders for `path` whose writers, on this host, were killed."""
     stem = f".{path.name}.{socket.gethostname()}-"
     for found in path.parent.glob(f"{glob.escape(stem)}*.tmp"):
-        process = found.name[len(stem) : -len(".tmp")].partition("-")[0]
+        process = found.name.removeprefix(stem).partition("-")[0]
         if process.isdigit() and not Path("/proc", process).exists():
-            yield found
-
-
-def remove_left_behind(path: Path) -> None:
-    """Remove the temporary files for `path` of processes on this host that were killed."""
-    for found in left_behind(path):
-        found.unlink(missing_ok=True)
+            shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -72,33 +63,29 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def whole_file(path: Path, durable: bool = True, point: str = "") -> Iterator[BinaryIO]:
+def whole_file(path: Path, point: str = "") -> Iterator[BinaryIO]:
     """Open a new file for writing; rename it to `path` on success, remove it on any error.
 
-    Raises OSError, also if `path` is a device or a pipe, which must not be replaced. A file that is
-    not `durable` may be lost in a power failure. It is one of hpctrain's own, such as a heartbeat,
-    which is written often: what is at `path` is not checked. Fault points (``fault.py``) begin with
-    `point`, or with the file's name without suffix.
+    Raises OSError, also if `path` is a device or a pipe, which must not be replaced. Fault points
+    (``fault.py``) begin with `point`, or with the file's name without suffix.
     """
-    if durable and path.exists() and not (path.is_file() or path.is_dir()):
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     temporary, point = temporary_name(path), point or path.stem
-    with cast(BinaryIO, open(temporary, "x+b")) as file:
+    with open(temporary, "x+b") as file:
         try:
             yield file
             file.flush()
             fault(f"{point}.written")
-            if durable:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
             fault(f"{point}.synced")
             os.replace(temporary, path)
             fault(f"{point}.renamed")
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    if durable:
-        sync(path.parent)
-        fault(f"{point}.durable")
+    sync(path.parent)
+    fault(f"{point}.durable")
 
 
 @contextmanager
@@ -110,9 +97,9 @@ def writing(what: object) -> Iterator[None]:
         raise RunError(f"cannot write {what}: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, content: str | bytes, durable: bool = True) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically. Raises OSError."""
-    with whole_file(path, durable) as file:
+    with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

@@ -36,7 +36,6 @@ from typing import Any
 
 from hpctrain.cluster import end_with_launcher, launched_local_rank, local_size, under_mpirun
 from hpctrain.errors import UsageError
-from hpctrain.files import write_whole
 from hpctrain.text import listed, ranges, say
 from hpctrain.typed import from_fields, parse_json
 
@@ -287,9 +286,10 @@ class Watchdog:
             return
         who, since = (self.rank, self.host, os.getpid()), time.monotonic() - self._since
         beat = Beat(*who, self.activity, since, time.time(), self.limit, failed)
-        path, text = self._folder / f"{self.rank}.json", json.dumps(asdict(beat)) + "\n"
+        new = self._folder / f".{self.rank}.json"
         with suppress(OSError):  # no space, or the folder is gone: the training loop reports it
-            write_whole(path, text, durable=False)
+            new.write_text(json.dumps(asdict(beat)) + "\n")
+            new.replace(self._folder / f"{self.rank}.json")
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.interval)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import tomllib
 import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from hpctrain.config.patterns import learning_rate_factors, patterns
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
-from hpctrain.typed import LARGEST, parse_toml
+from hpctrain.typed import LARGEST
 
 KINDS = {int: "an integer", float: "a number", str: "a string"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -192,7 +193,7 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
         raise UsageError(f"{flag}{path} is a folder: name a TOML file")
     try:
         with open(path, "rb") as file:
-            return parse_toml(file.read())
+            return tomllib.load(file)
     except OSError as error:
         raise UsageError(f"{flag}{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tomllib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from hpctrain.models import evaluating
 from hpctrain.parallel.device import choose_device, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.tables import answer_columns
-from hpctrain.typed import from_fields, parse_toml
+from hpctrain.typed import from_fields
 
 
 def load(
@@ -115,7 +116,7 @@ class TrainedNetwork:
         if not path.is_file():
             return None
         try:
-            config = from_fields(Config, parse_toml(path.read_bytes()))
+            config = from_fields(Config, tomllib.loads(path.read_text()))
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from error
         require_trust(own_functions(vars(config)).values(), path, self._trust_code)

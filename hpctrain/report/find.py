@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +12,6 @@ from typing import Any
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.report.history import UNKNOWN, Metrics
 from hpctrain.report.record import FILE_NAME, read_history
-from hpctrain.typed import parse_toml
 
 SETTINGS_FILE = "config.toml"  # the settings of a run
 SWEEP_FILE = "sweep.toml"  # marks a folder as that of a sweep
@@ -142,5 +142,5 @@ def _steps(folder: Path, prefix: str) -> list[int]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        return parse_toml((folder / SETTINGS_FILE).read_text())
+        return tomllib.loads((folder / SETTINGS_FILE).read_text())
     return {}

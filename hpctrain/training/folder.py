@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import time
+import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from hpctrain import __version__
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
-from hpctrain.files import left_behind, sync, temporary_name, write_whole
+from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import describe_hosts, library
@@ -35,7 +36,7 @@ from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.run import Run
-from hpctrain.typed import from_fields, parse_json, parse_toml
+from hpctrain.typed import from_fields, parse_json
 from hpctrain.watchdog import HEARTBEATS, remove_heartbeats
 
 
@@ -53,8 +54,7 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
         try:
             with suppress(FileExistsError):  # if it is a file, the next calls fail
                 runs.mkdir(parents=True)
-            for left in left_behind(folder):
-                shutil.rmtree(left, ignore_errors=True)
+            remove_left_behind(folder)
             temporary.mkdir()
             write_settings(run, temporary)
             make_ready(temporary, 0, 0)
@@ -230,7 +230,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     """
     path = folder / "config.toml"
     try:
-        config = from_fields(Config, parse_toml(path.read_bytes()))
+        config = from_fields(Config, tomllib.loads(path.read_text()))
         path = folder / "plan.json"
         return config, read_plan(parse_json(path.read_bytes()))
     except FileNotFoundError as error:
