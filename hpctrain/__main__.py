@@ -9,14 +9,13 @@ def program() -> int:
     For training, the signals of the scheduler are caught first. The exit code is 1 if the reader
     of standard output has closed it.
     """
-    from hpctrain.cluster import catch_signals, end_with_launcher, ignore_signals
+    from hpctrain.cluster import catch_signals, ignore_signals
     from hpctrain.text import discard_stdout
 
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
     if trains:  # before any slow import: a signal may arrive at any time
         catch_signals()
-        end_with_launcher()
     from hpctrain.cli import main
 
     try:

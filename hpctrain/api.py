@@ -1,12 +1,4 @@
-"""Runs and trained networks in Python: train, evaluate, load, predict, read the record.
-
-    import hpctrain as hp
-
-    result = hp.train(data="photos.h5", model="resnet18", epochs=5, run="first")
-    network = hp.load("first")
-    answers = network.predict("new_photos/")          # pandas.DataFrame(answers)
-    scores = network.model(network.preprocess("cat.jpg"))
-    epochs = hp.history("first").epochs               # pandas.DataFrame(epochs)
+"""Runs and trained networks in Python, by `import hpctrain as hp`; docs/python.md has examples.
 
 `train` and `evaluate` use all ranks that a launcher started, or one. `load`
 (``inference/trained.py``) and `history` work in a single process without MPI.
@@ -152,11 +144,10 @@ class History(NamedTuple):
     evaluations: Table  # of all splits, see the column ``split``
 
     def __repr__(self) -> str:
-        """Return the size and the columns of each table; the tables themselves are long."""
+        """Return the columns and the number of rows of each table; the tables are long."""
         rows = [len(next(iter(table.values()), ())) for table in self]
-        columns = [f" of {', '.join(table)}" if table else "" for table in self]
-        each = zip(self._fields, rows, columns, strict=True)
-        return "\n".join(f"{name}: {counted(n, 'row')}{names}" for name, n, names in each)
+        each = zip(self._fields, rows, self, strict=True)
+        return "\n".join(f"{name}: {counted(n, 'row')} of {', '.join(t)}" for name, n, t in each)
 
 
 def history(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> History:
@@ -169,28 +160,26 @@ def history(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "run
         raise UsageError(f"{folder} is a sweep: name one of its runs")
     kinds: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": [], "evaluation": []}
     for record in read_records(folder):
+        parts: dict[str, Any] = {}
+        for name, value in record.items():
+            if isinstance(value, dict):
+                parts |= {f"{name}_{part}": each for part, each in value.items()}
+            elif name not in ("kind", "nonfinite"):
+                parts[name] = value
         if record["kind"] in kinds:
-            kinds[record["kind"]].append(dict(_flat(record)))
+            kinds[record["kind"]].append(parts)
     return History(*map(_table, kinds.values()))
 
 
-def _flat(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a record, those of several parts as name_part."""
-    for name, value in record.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}_{part}", each) for part, each in value.items())
-        elif name not in ("kind", "nonfinite"):
-            yield name, value
-
-
 def _table(records: list[dict[str, Any]]) -> Table:
-    names = dict.fromkeys(name for record in records for name in record)
-    return {name: _column(name, [record.get(name) for record in records]) for name in names}
-
-
-def _column(name: str, values: list[Any]) -> np.ndarray:
-    if name == "time":
-        return np.array([str(value).removesuffix("Z") for value in values], "datetime64[ms]")
-    if any(isinstance(value, str) for value in values):
-        return np.array([value if value is None else str(value) for value in values], object)
-    return np.array([np.nan if value is None else value for value in values])
+    """Return the columns of these records, None where one lacks a text."""
+    table = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record.get(name) for record in records]
+        if name == "time":
+            table[name] = np.array([str(v).removesuffix("Z") for v in values], "datetime64[ms]")
+        elif any(isinstance(value, str) for value in values):
+            table[name] = np.array(values, object)
+        else:
+            table[name] = np.array([np.nan if value is None else value for value in values])
+    return table

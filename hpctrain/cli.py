@@ -106,7 +106,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str]) -> tuple[str, Any]:
     """Return the subcommand's name and settings. Raises UsageError; exits for --help, --version."""
     if argv and argv[0] in ("-h", "--help"):
-        print(_overview())
+        print(f"hpctrain {__version__}: train image networks with MPI, one Allreduce a step.\n")
+        print(*(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()), sep="\n")
+        print("\nhpctrain SUBCOMMAND --help lists its options. Without a subcommand it trains.")
         raise SystemExit(0)
     if argv == ["--version"]:
         print(__version__)
@@ -122,13 +124,6 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if command.processes == ONE_PROCESS and ranks > 1:
         raise UsageError(f"{name} needs one process, not {ranks}: call it without mpirun or srun")
     return name, config.parse_settings(name, command.summary, command.settings, words)
-
-
-def _overview() -> str:
-    lines = [f"hpctrain {__version__}: train image networks with MPI, one Allreduce a step.", ""]
-    lines += [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
-    lines += ["", "hpctrain SUBCOMMAND --help lists its options. Without a subcommand it trains."]
-    return "\n".join(lines)
 
 
 def start(name: str, settings: Any, failure: Failure | None = None) -> int:

@@ -28,7 +28,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ def notice_signals() -> tuple[signal.Signals, ...]:
 
 
 def catch_signals() -> None:
-    """Install the handler of the notices. May be called repeatedly, in the main thread only."""
+    """Install the handler of the notices, in the main thread only."""
     for number in notice_signals():
         signal.signal(number, lambda number, frame: _received.append(number))
 
@@ -108,20 +108,26 @@ def catch_signals() -> None:
 def signals_caught() -> Iterator[None]:
     """Catch the notices in a block of a user's own program, if this is the main thread.
 
-    At the end the handlers of before are restored, and notices that were received are forgotten.
+    At the end they are forgotten.
     """
-    if threading.current_thread() is not threading.main_thread():
+    own = threading.current_thread() is threading.main_thread()
+    with signals_handled(notice_signals() if own else (), _received.append):
         yield
-        return
-    before = {number: signal.getsignal(number) for number in notice_signals()}
-    catch_signals()
+    _received.clear()
+
+
+@contextmanager
+def signals_handled(
+    numbers: Iterable[signal.Signals], handle: Callable[[signal.Signals], object]
+) -> Iterator[None]:
+    """Call `handle` with each of these signals in the block; then restore their handlers."""
+    before = {n: signal.signal(n, lambda n, frame: handle(signal.Signals(n))) for n in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             if handler is not None:  # of a program that embeds Python: it cannot be restored
                 signal.signal(number, handler)
-        _received.clear()
 
 
 def received_signal() -> str | None:
@@ -180,13 +186,13 @@ def tasks_here(env: Mapping[str, str] = os.environ) -> int | None:
     return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else None
 
 
-def place_in_step(rank: int, size: int, env: Mapping[str, str] = os.environ) -> tuple[int, int]:
+def place_in_step(rank: int, size: int) -> tuple[int, int]:
     """Return the node of this step, and the task of that node, on which `rank` of `size` runs.
 
     (-1, -1) if srun did not start these ranks: under mpirun its variables describe a daemon.
     """
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID")
-    procid, tasks, node, local = (env.get(name, "") for name in names)
+    procid, tasks, node, local = (os.environ.get(name, "") for name in names)
     if (procid, tasks) == (str(rank), str(size)) and node.isdigit() and local.isdigit():
         return int(node), int(local)
     return -1, -1

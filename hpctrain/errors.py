@@ -50,12 +50,11 @@ def did_you_mean(
 
     `elsewhere` maps what other programs call it to what it is called here.
     """
-    if meant := elsewhere.get(_bare(word)):
-        return f", did you mean {meant!r}?"
-    names = {_bare(name): name for name in known if name != word}
-    match = difflib.get_close_matches(_bare(word), names, n=1, cutoff=0.6)
-    return f", did you mean {names[match[0]]!r}?" if match else ""
 
+    def bare(name: str) -> str:
+        return name.strip("-").replace("-", "_")
 
-def _bare(name: str) -> str:
-    return name.strip("-").replace("-", "_")
+    names = {bare(name): name for name in known if name != word}
+    close = difflib.get_close_matches(bare(word), names, n=1, cutoff=0.6)
+    meant = elsewhere.get(bare(word)) or (names[close[0]] if close else "")
+    return f", did you mean {meant!r}?" if meant else ""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from hpctrain.cluster import end_with_parent
+from hpctrain.cluster import end_with_parent, signals_handled
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.history import Outcome, RunHistory
 from hpctrain.report.record import HistoryReader
@@ -72,17 +72,9 @@ def own_sessions(folder: str) -> dict[str, str]:
 def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
     """Within the block, append each signal in `CAUGHT` and its time to the list yielded."""
     received: list[tuple[signal.Signals, float]] = []
-
-    def catch(number: int, frame: object) -> None:
-        received.append((signal.Signals(number), time.monotonic()))
-
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    before = {n: signal.signal(n, catch) for n in CAUGHT[ignored:]}
-    try:
+    with signals_handled(CAUGHT[ignored:], lambda n: received.append((n, time.monotonic()))):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def is_repeated(signals: Sequence[tuple[signal.Signals, float]]) -> bool:

@@ -114,7 +114,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
     loads = worker_loads(config.worker_load)
     shards = config.shards or (round(sum(loads)) if loads else facts.ranks)
     usual_batch = 500 if denoise else 128  # of a single worker
-    batch_size = _batch_size(config, facts, shards, usual_batch)
+    many = config.batch_per_rank is not None or facts.device == "cuda"
+    workers = (config.shards or facts.ranks) if many else 1
+    batch_size = config.batch_size or (config.batch_per_rank or usual_batch) * workers
     partition = cut_epoch(facts.rows, batch_size, shards, facts.min_samples)
     block_rows = facts.block_rows or -(-READ_BYTES // facts.row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
@@ -176,21 +178,6 @@ def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> in
     """
     kept = earlier.threads if earlier else 0
     return kept or config.threads or (1 if config.deterministic else allowed)
-
-
-def _batch_size(config: Config, facts: Facts, shards: int, usual: int) -> int:
-    """Return the global batch size; the `usual` one of a worker grows with GPUs alone."""
-    if config.batch_size is not None and config.batch_per_rank is not None:
-        raise UsageError(
-            f"--batch-size {config.batch_size} and --batch-per-rank {config.batch_per_rank}"
-            " exclude each other: give one"
-        )
-    workers = shards if config.shards else facts.ranks
-    if config.batch_per_rank is not None:
-        return config.batch_per_rank * workers
-    if config.batch_size is not None:
-        return config.batch_size
-    return usual * (workers if facts.device == "cuda" else 1)
 
 
 def read_plan(fields: Any) -> Plan:

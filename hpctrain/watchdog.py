@@ -50,7 +50,6 @@ PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell 
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 MOST_NAMED = 8  # ranks in a message
 CRASH = re.compile(r"Fatal Python error: ([ -~]{1,80})")  # first line written by faulthandler
-STDERR = 2  # file descriptor
 
 
 @dataclass(frozen=True, order=True)
@@ -82,12 +81,6 @@ def read_beats(folder: Path) -> list[Beat]:
     with suppress(OSError):
         return sorted(filter(None, map(read_beat, folder.glob("[0-9]*.json"))))
     return []
-
-
-def remove_heartbeats(folder: Path) -> None:
-    """Remove what an earlier launch left in the folder of heartbeats. Raises OSError."""
-    for path in folder.iterdir():
-        path.unlink(missing_ok=True)
 
 
 def is_gone(beat: Beat) -> bool:
@@ -210,7 +203,7 @@ class Watchdog:
         self.limit = timeout + IMPORTS if whole else timeout
         self._whole, self._failed, self._init_reported = whole, False, False
         self._folder: Path | None = None  # of heartbeats
-        self._stack = STDERR  # descriptor of the file for stacks
+        self._stack = 2  # descriptor of the file for stacks; stderr before there is a folder
         self.activity, self._since = "start", time.monotonic()
         self._beaten, self._phase = time.monotonic(), ""  # of the last heartbeat that `look` wrote
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others

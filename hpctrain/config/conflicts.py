@@ -38,6 +38,11 @@ def conflicts(config: Config) -> Iterator[str]:
     yield from _optimizer_conflicts(config)
     yield from _machine_conflicts(config)
     yield from _loss_conflicts(config)
+    if config.batch_size is not None and config.batch_per_rank is not None:
+        yield (
+            f"--batch-size {config.batch_size} and --batch-per-rank {config.batch_per_rank}"
+            " exclude each other: give one"
+        )
     if config.deterministic and config.comm_dtype != "fp32":
         yield (
             f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: how"

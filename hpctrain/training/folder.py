@@ -37,7 +37,7 @@ from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.run import Run
 from hpctrain.typed import from_fields, parse_json
-from hpctrain.watchdog import HEARTBEATS, remove_heartbeats
+from hpctrain.watchdog import HEARTBEATS
 
 
 def make_run_folder(run: Run, lock: RunLock) -> Path:
@@ -94,7 +94,8 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
             record.write({"kind": "end", **earlier.crash._asdict()})
             record.close()
         write_settings(run, folder)
-        remove_heartbeats(folder / HEARTBEATS)  # there may be fewer ranks now
+        for left in (folder / HEARTBEATS).iterdir():  # there may be fewer ranks now
+            left.unlink(missing_ok=True)
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()
         make_ready(folder, state.step, state.best.step)
