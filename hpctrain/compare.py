@@ -209,7 +209,7 @@ def _settings(folders: list[Path]) -> list[str]:
         "plans differ": {
             key: [plan.get(key, "not there") for plan in plans]
             for key in {**plans[0], **plans[1]}
-            if key not in planned and key != "settings"  # the digest of settings
+            if key not in planned and key not in ("settings", "chosen")
         },
     }
     lines = {

@@ -59,6 +59,7 @@ class Plan:
     """The resolved numbers of one run, which hold in all its launches."""
 
     settings: str  # digest of the other settings that no launch may change
+    chosen: tuple[str, ...]  # settings, except precision, that were not at their default of then
     model: str
     image_shape: tuple[int, int, int]  # (H, W, C)
     pack_uuid: str
@@ -97,8 +98,10 @@ class Plan:
         return self.epochs * self.steps_per_epoch
 
     def digest(self) -> str:
-        """Return a hash of all fields."""
-        return _digest(dataclasses.asdict(self))
+        """Return a hash of what is resolved, however the settings were given."""
+        fields = dataclasses.asdict(self)
+        del fields["chosen"]
+        return _digest(fields)
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "digest": self.digest()}, sort_keys=True)
@@ -138,6 +141,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     settings = dataclasses.asdict(config).items()
     return Plan(
         settings=_digest({name: v for name, v in settings if name not in elsewhere}),
+        chosen=tuple(n for n, v in settings if v != getattr(Config, n) and n != "precision"),
         model=model,
         image_shape=facts.image_shape,
         pack_uuid=facts.pack_uuid,

@@ -16,6 +16,7 @@ import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -174,8 +175,8 @@ class PreviousLaunch:
     """The state in which an earlier launch left this run."""
 
     folder: Path
+    config: Config  # the settings to go on with
     plan: Plan
-    precision: str  # --precision as given; the plan has the resolved value
     finished: bool  # all epochs are done, or validation ended the run
     idle: bool  # it was preempted before its first step
     checkpoint: Checkpoint | None  # the newest intact one; None: the run starts over
@@ -196,7 +197,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     if config.resume == "never":
         raise UsageError(f"the run {folder} exists: choose another name with --run")
     before, plan = read_settings(folder)
-    check_same(config, before, plan, folder)
+    config = keep_settings(config, before, plan, folder)
     lock.take(folder)
     reader = HistoryReader(folder, strict=True)
     reader.poll()
@@ -220,8 +221,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     if crash:
         problems.insert(0, f"the launch before did not record its end: {crash.reason}")
     idle = history.outcome.status == "preempted" and not history.launch.first_step
-    precision = before.precision
-    return PreviousLaunch(folder, plan, precision, finished, idle, checkpoint, problems, crash)
+    return PreviousLaunch(folder, config, plan, finished, idle, checkpoint, problems, crash)
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:
@@ -247,18 +247,25 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
         ) from error
 
 
-def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None:
-    """Raise UsageError with the first setting that differs from those of the run's first launch."""
+def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> Config:
+    """Return the settings with which a run goes on: those of this launch, and `before` of the run.
+
+    A default that has changed since the first launch stays as it was there. Raises UsageError with
+    the first other setting that differs.
+    """
+    kept: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
-        old, new = getattr(before, field.name), getattr(config, field.name)
-        if field.name == "precision":
-            old = new if new == field.default else plan.precision  # the default keeps the plan's
-        flag = "--" + field.name.replace("_", "-")
-        if field.name not in FREE and _setting(flag, old) != _setting(flag, new):
+        name, old, new = field.name, getattr(before, field.name), getattr(config, field.name)
+        if name in FREE or new == (plan.precision if name == "precision" else old):
+            continue
+        if new != field.default or name in plan.chosen:
+            flag = "--" + name.replace("_", "-")
             raise UsageError(
                 f"the run {folder} was begun {_setting(flag, old)}, not {_setting(flag, new)}: give"
                 " the same settings to continue it, or another name with --run"
             )
+        kept[name] = old
+    return dataclasses.replace(config, **kept)
 
 
 def _setting(flag: str, value: object) -> str:

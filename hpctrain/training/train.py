@@ -5,7 +5,6 @@ mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -106,9 +105,8 @@ def run_training(
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
             pack = open_pack(config, "train", comm)
             return on_root(comm, say_finished, earlier, pack)
+        config = earlier.config if earlier else config
         precision = earlier.plan.precision if earlier else config.precision
-        if earlier:
-            config = dataclasses.replace(config, precision=earlier.precision)
         stack.enter_context(torch_settings(precision, config.deterministic))
         plan, checkpoint = (earlier.plan, earlier.checkpoint) if earlier else (None, None)
         run = stack.enter_context(closing(set_up(config, comm, plan, checkpoint is not None)))

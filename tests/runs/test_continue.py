@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 import hpctrain as hp
 from tests.support import nets, ranks
-from tests.support.api import plan_to_continue
+from tests.support.api import plan_to_continue, read_plan
 from tests.support.launches import (
     change_lines,
     check_same,
@@ -103,6 +104,24 @@ def test_a_run_without_deterministic_continues(settings):
     assert launch(settings, leave=5).code == 75
     assert launch(settings, 2).code == 0
     assert [r["step"] for r in records(settings, "step")] == list(range(1, 15))
+
+
+def test_a_default_that_has_changed_since_does_not_change_a_run(settings):
+    """A run begun by a package whose --momentum was 0.8 by default goes on with it."""
+    whole = settings | {"run": "whole", "momentum": 0.8}
+    assert launch(whole).code == 0
+    assert launch(settings, leave=3, momentum=0.8).code == 75
+    assert launch(settings).error.startswith(f"the run {run_of(settings)} was begun with --mom")
+    path = run_of(settings) / "plan.json"
+    plan = read_plan(json.loads(path.read_text()))
+    assert "momentum" in plan.chosen
+    chosen = tuple(name for name in plan.chosen if name != "momentum")
+    path.write_text(dataclasses.replace(plan, chosen=chosen).to_json())
+    assert launch(settings, momentum=0.7).code == 2
+    assert launch(settings, leave=2).code == 75
+    assert "momentum = 0.8" in (run_of(settings) / "config.toml").read_text()
+    assert launch(settings).code == 0
+    check_same(settings, whole)
 
 
 def test_threads_are_those_of_the_first_launch(settings):

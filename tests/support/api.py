@@ -30,7 +30,7 @@ from types import SimpleNamespace
 
 from hpctrain import watchdog
 from hpctrain.training.control import Control
-from hpctrain.training.folder import check_same, read_settings
+from hpctrain.training.folder import keep_settings, read_settings
 from hpctrain.watchdog import Watchdog
 
 
@@ -45,7 +45,7 @@ def fake_clock(monkeypatch):
 def plan_to_continue(config, folder):
     """Return the plan of the run in this folder, if the configuration is that of the run."""
     before, plan = read_settings(folder)
-    check_same(config, before, plan, folder)
+    keep_settings(config, before, plan, folder)
     return plan
 
 
@@ -151,8 +151,8 @@ __all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
 __all__ += ["images_note", "read_external"]
 
 # What a run is: the plan that follows from settings and facts
-from hpctrain.plan import Facts
+from hpctrain.plan import Facts, read_plan
 from hpctrain.plan import resolve as resolve_plan
 from hpctrain.training.input import check_memory
 
-__all__ += ["Facts", "check_memory", "resolve_plan"]
+__all__ += ["Facts", "check_memory", "read_plan", "resolve_plan"]
