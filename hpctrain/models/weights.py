@@ -28,6 +28,7 @@ from hpctrain.text import listed
 from hpctrain.typed import parse_json, typed
 
 ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
+ORDER = "tensors"  # key in the JSON object: names, in the order in which they were written
 COUNTER = "num_batches_tracked"  # of a batch-norm layer; old files lack it
 TYPES = {
     torch.bool: "BOOL",
@@ -67,7 +68,7 @@ def write_tensors(
     Equal tensors and metadata give equal bytes. Returns the SHA-256; fault points begin with
     `point`. Raises OSError.
     """
-    text = json.dumps(dict(metadata), sort_keys=True)
+    text = json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)
     sha256 = _digest(tensors, text)
     header: dict[str, object] = {"__metadata__": {ENTRY: text, SHA256: sha256}}
     # By decreasing element size, so that every tensor is aligned.
@@ -90,9 +91,9 @@ def write_tensors(
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
     """Read the tensors of a file, its metadata, and its SHA-256 (None: it has none).
 
-    The tensors are sorted by name. The metadata of another program's file are empty. Raises
-    OSError, or CorruptFile if the file was cut short, is of another format, or does not match its
-    SHA-256.
+    Tensors are in the order in which they were written. Those of another program's file are sorted
+    by name, and its metadata are empty. Raises OSError, or CorruptFile if the file was cut short,
+    is of another format, or does not match its SHA-256.
     """
     with open(path, "rb") as file:  # the library's errors have no reason
         size = file.seek(0, 2)
@@ -114,6 +115,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
             f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
             f" without the metadata entry {SHA256!r})"
         )
+    names = metadata.pop(ORDER, None)
+    if sha256 is not None and names:
+        tensors = {name: tensors[name] for name in names}
     return tensors, metadata, sha256
 
 
