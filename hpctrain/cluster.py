@@ -111,9 +111,11 @@ def signals_caught() -> Iterator[None]:
     At the end they are forgotten.
     """
     own = threading.current_thread() is threading.main_thread()
-    with signals_handled(notice_signals() if own else (), _received.append):
-        yield
-    _received.clear()
+    try:
+        with signals_handled(notice_signals() if own else (), _received.append):
+            yield
+    finally:
+        _received.clear()
 
 
 @contextmanager

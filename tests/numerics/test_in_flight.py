@@ -79,7 +79,7 @@ def test_seconds_of_steps_that_are_read_together_are_their_own(comm, short, monk
 
 def test_a_notice_ends_a_late_run_one_step_later_on_all_ranks(comm, fixed, monkeypatch):
     def notify(n):
-        if n == 3 and comm.rank == comm.size - 1:
+        if n == 8 and comm.rank == comm.size - 1:
             os.kill(os.getpid(), signal.SIGUSR2)
 
     last = []
