@@ -20,7 +20,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -137,26 +137,21 @@ def torch_settings(
         (cudnn, "benchmark", benchmark and not deterministic),
         (cudnn, "allow_tf32", precision in ("default", "tf32")),  # for "bf16", autocast does more
     )
-    before = [getattr(owner, name) for owner, name, _ in flags]
-    mode, matmul = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()
-    threads = torch.get_num_threads()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(gpus):
-        try:
-            if deterministic:
-                # Read when cuBLAS starts; older torch refuses to be deterministic without it.
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            _set_debug_mode(2 * deterministic)  # refuse operations without a deterministic form
-            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-            for owner, name, value in flags:
-                setattr(owner, name, value)
-            yield
-        finally:
-            _set_debug_mode(mode)
-            torch.set_float32_matmul_precision(matmul)
-            for (owner, name, _), value in zip(flags, before, strict=True):
-                setattr(owner, name, value)
-            torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(gpus))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        stack.callback(_set_debug_mode, torch.get_deterministic_debug_mode())
+        if deterministic:
+            # Read when cuBLAS starts; older torch refuses to be deterministic without it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        _set_debug_mode(2 * deterministic)  # refuse operations without a deterministic form
+        for owner, name, value in flags:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
 def _set_debug_mode(mode: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, NamedTuple
 
 import torch
@@ -24,49 +23,31 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-FUNCTIONS: dict[str, tuple[Any, ...]] = {  # all return a ncclResult_t, an int
-    "ncclGetUniqueId": (POINTER(UniqueId),),
-    "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
-    "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
-    "ncclGroupStart": (),
-    "ncclGroupEnd": (),
-    # send buffer, receive buffer, count, type, operation, communicator, stream
-    "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-    # send buffer, receive buffer, count of a block, type, communicator, stream
-    "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
-    # buffer, count, type, peer, communicator, stream
-    "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-}
+class Library(ctypes.CDLL):
+    """NCCL, by default the one that torch's library for GPUs has loaded.
 
-
-def load_nccl(path: str = "") -> Any:
-    """Load an NCCL library, by default the one that torch's library for GPUs has loaded.
-
-    Its functions raise RunError with NCCL's message if they fail.
+    Its functions raise RunError with NCCL's message if they fail. Pointers and lengths are passed
+    as c_void_p and c_size_t: ctypes takes other integers for a C int.
     """
-    own = "libtorch_hip.so" if torch.version.hip else "libtorch_cuda.so"
-    library = ctypes.CDLL(path or own, mode=ctypes.DEFAULT_MODE if path else os.RTLD_NOLOAD)
 
-    def check(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    def __init__(self, path: str = "") -> None:
+        own = "libtorch_hip.so" if torch.version.hip else "libtorch_cuda.so"
+        super().__init__(path or own, ctypes.DEFAULT_MODE if path else os.RTLD_NOLOAD)
+
+    def __getitem__(self, name: str) -> Any:
+        function: Any = super().__getitem__(name)
+        if name in ("ncclGetErrorString", "ncclGetLastError"):
+            function.restype = ctypes.c_char_p
+        else:
+            function.errcheck = lambda code, *_: self.check(name, code)
+        return function
+
+    def check(self, name: str, code: int) -> None:
+        """Raise RunError if `code`, which the function `name` returned, is an error."""
         if code:
-            raise nccl_error(library, function.__name__, code)
-        return code
-
-    for name, types in FUNCTIONS.items():
-        function = getattr(library, name)
-        function.argtypes, function.errcheck = types, check
-    for name, type_ in (("ncclGetErrorString", c_int), ("ncclGetLastError", c_void_p)):
-        function = getattr(library, name)
-        function.argtypes, function.restype = (type_,), c_char_p
-    return library
-
-
-def nccl_error(library: Any, name: str, code: int) -> RunError:
-    """Return the error for a code that the function `name` returned."""
-    words = [library.ncclGetErrorString(code), library.ncclGetLastError(None)]
-    text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
-    return RunError(f"{name} failed on this rank or a rank it talks to: {text}")
+            words = [self.ncclGetErrorString(code), self.ncclGetLastError(None)]
+            text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
+            raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
 
 
 def nccl_version() -> str:

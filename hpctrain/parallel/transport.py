@@ -37,12 +37,11 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.parallel.nccl import (
     Choice,
+    Library,
     RankDevice,
     UniqueId,
     choose_transport,
     describe_sharing,
-    load_nccl,
-    nccl_error,
     nccl_version,
 )
 from hpctrain.streams import Stream, new_stream, record_event, use_stream
@@ -231,7 +230,7 @@ class Nccl(Transport):
     def __init__(self, comm: Comm, path: str = "") -> None:
         """Collective, on the current GPU of this thread. `path`: of the library."""
         super().__init__(comm)
-        self._nccl, self._comm = load_nccl(path), ctypes.c_void_p()
+        self._nccl, self._comm = Library(path), ctypes.c_void_p()
 
         def make_id() -> bytes:
             made = UniqueId()
@@ -243,9 +242,8 @@ class Nccl(Transport):
             self._nccl.ncclCommInitRank(ctypes.byref(self._comm), comm.size, number, comm.rank)
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        place, kind = vector.data_ptr(), NCCL_TYPES[vector.dtype]
-        where = self._comm, _stream(vector)
-        self._nccl.ncclAllReduce(place, place, len(vector), kind, NCCL_SUM, *where)
+        place, *kind = _numbers(vector)
+        self._nccl.ncclAllReduce(place, place, *kind, NCCL_SUM, self._comm, _stream(vector))
         self._check()
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
@@ -255,30 +253,34 @@ class Nccl(Transport):
             for call, messages in ((self._nccl.ncclSend, sends), (self._nccl.ncclRecv, receives)):
                 for rank, vectors in messages:
                     for vector in vectors:
-                        kind, where = NCCL_TYPES[vector.dtype], (self._comm, _stream(vector))
-                        call(vector.data_ptr(), len(vector), kind, rank, *where)
+                        call(*_numbers(vector), rank, self._comm, _stream(vector))
         finally:  # a group that is left open would swallow all later calls
             self._nccl.ncclGroupEnd()
         self._check()
 
     def allgather(self, vector: torch.Tensor) -> None:
-        length, place = len(vector) // self.comm.size, vector.data_ptr()
-        own = place + vector.element_size() * length * self.comm.rank
-        where = self._comm, _stream(vector)
-        self._nccl.ncclAllGather(own, place, length, NCCL_TYPES[vector.dtype], *where)
+        own, *kind = _numbers(vector.tensor_split(self.comm.size)[self.comm.rank])
+        place, *_ = _numbers(vector)
+        self._nccl.ncclAllGather(own, place, *kind, self._comm, _stream(vector))
         self._check()
 
     def _check(self) -> None:
         """Raise RunError if an earlier call has failed since, on any rank."""
         found = ctypes.c_int()
         self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(found))
-        if found.value:
-            raise nccl_error(self._nccl, "an earlier call of NCCL", found.value)
+        self._nccl.check("an earlier call of NCCL", found.value)
 
 
-def _stream(vector: torch.Tensor) -> int:
-    """Return torch's current stream for NCCL."""
-    return torch.cuda.current_stream(vector.device).cuda_stream if vector.is_cuda else 0
+def _numbers(vector: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t, int]:
+    """Return a vector as arguments of NCCL: address, length, type."""
+    kind = NCCL_TYPES[vector.dtype]
+    return ctypes.c_void_p(vector.data_ptr()), ctypes.c_size_t(len(vector)), kind
+
+
+def _stream(vector: torch.Tensor) -> ctypes.c_void_p:
+    """Return torch's current stream as an argument of NCCL."""
+    on_gpu = vector.is_cuda
+    return ctypes.c_void_p(torch.cuda.current_stream(vector.device).cuda_stream if on_gpu else 0)
 
 
 def open_device(
@@ -322,20 +324,16 @@ def make_transport(name: str, comm: Comm, device: torch.device) -> Transport:
     if name != "mpi-gpu":
         ways = {"none": Transport, "mpi": HostMemory, "host": Pinned, "nccl": Nccl}
         return ways[name](comm)
+    advice = f"--reduce mpi-gpu: {library()} {{}}; --reduce host works with any MPI"
     with on_all(comm):
         if not is_gpu_aware():
-            raise UsageError(
-                f"--reduce mpi-gpu: {library()} is not GPU-aware; --reduce host works with any MPI"
-            )
+            raise UsageError(advice.format("is not GPU-aware"))
     transport = DeviceMemory(comm)
     vector = zeros_for_messages(16, torch.float32, device).fill_(comm.rank)
     transport.allreduce(vector)
     with on_all(comm):
         if not bool((vector == comm.size * (comm.size - 1) // 2).all()):
-            raise UsageError(
-                "--reduce mpi-gpu: MPI was given device memory and returned a wrong sum; --reduce"
-                " host works with any MPI"
-            )
+            raise UsageError(advice.format("was given device memory and returned a wrong sum"))
     return transport
 
 
