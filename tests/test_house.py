@@ -24,7 +24,7 @@ FLOORS = (
 )
 ONLY_IN = {
     "mpi4py": "parallel.mpi",
-    "cupy": "parallel.memory",
+    "cupy": "parallel.device",
     "h5py": "data.pack data.hdf5 data.external packing.write",
 }
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -162,7 +162,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
-    from hpctrain.parallel.nccl import nccl_version
+    from hpctrain.parallel import nccl
 
     gpus = []
     for number in range(torch.cuda.device_count()):
@@ -171,7 +171,7 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
         gpus.append(Gpu(about.name, about.total_memory, uuid))
     own = local_rank % len(gpus)
     torch.cuda.set_device(own)
-    return dict(gpus=tuple(gpus), gpu=own, nccl=nccl_version())
+    return dict(gpus=tuple(gpus), gpu=own, nccl=nccl.version())
 
 
 def _folder_facts() -> dict[str, Any]:

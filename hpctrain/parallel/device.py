@@ -1,4 +1,4 @@
-"""The device of a rank, random generators, torch's backend flags, and what determines the bits.
+"""The device of a rank, its memory, generators and flags of torch, and what determines the bits.
 
 GPUs can round the factors of products to TF32, 10 bits of mantissa. "default" is torch's default:
 cuDNN's convolutions may use TF32, matrix products do not
@@ -15,10 +15,12 @@ and MKL split their sums by it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +32,8 @@ from torch import nn
 from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.streams import record_event
 from hpctrain.text import brief
+
+DTYPES = {torch.float32: np.float32, torch.float64: np.float64}  # of messages
 
 
 def built_for() -> str:
@@ -87,6 +91,50 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         kind = torch.empty(0, dtype=dtype).numpy().dtype
         return torch.from_numpy(np.empty(shape, kind))
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+@functools.cache
+def memory_of(device: torch.device) -> tuple[str, str]:
+    """Return whose memory messages on this device use, "host", "cupy" or "torch", and why.
+
+    On a GPU it is CuPy's, if CuPy is installed and fits torch. CuPy asks the runtime for it
+    (cudaMalloc, hipMalloc), so that MPI and network cards can register it; torch's allocator may
+    map memory in pieces (expandable segments), which cannot be registered.
+    """
+    if device.type == "cpu":
+        return "host", "computes on the CPU"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy's advice on how it is installed
+            import cupy
+        runtime = cupy.cuda.runtime
+        name, unit = ("ROCm", 10_000_000) if runtime.is_hip else ("CUDA", 1000)
+        found = f"{name} {runtime.runtimeGetVersion() // unit}"
+        if found != built_for().partition(".")[0]:
+            return "torch", f"CuPy is built for {found}, torch for {built_for()}"
+        _empty_of_cupy(1, torch.float32, device)
+    except Exception as error:  # CuPy's own errors cannot be named without importing it
+        return "torch", f"no CuPy ({type(error).__name__}: {first_line(error)})"
+    return "cupy", f"CuPy and torch are built for {found}"
+
+
+def zeros_for_messages(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate a vector of zeros for messages. Raises UsageError for types that MPI cannot sum."""
+    if dtype not in DTYPES:
+        raise UsageError(f"a message of {dtype} cannot be summed by MPI: use float32 or float64")
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(length, DTYPES[dtype]))
+    if memory_of(device)[0] == "cupy":
+        return _empty_of_cupy(length, dtype, device).zero_()
+    return torch.zeros(length, dtype=dtype, device=device)
+
+
+def _empty_of_cupy(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a new CuPy array outside of CuPy's memory pool, as a tensor that keeps it alive."""
+    import cupy
+
+    with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):
+        return torch.as_tensor(cupy.empty(length, DTYPES[dtype]))
 
 
 def seed_torch(key: int, device: torch.device) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.memory import zeros_for_messages
+from hpctrain.parallel.device import zeros_for_messages
 from hpctrain.streams import Event, Snapshot, record_event
 
 ALIGNMENT = 64  # elements

@@ -50,13 +50,13 @@ class Library(ctypes.CDLL):
             raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
 
 
-def nccl_version() -> str:
+def version() -> str:
     """Return name and version of torch's NCCL, such as "NCCL 2.29.7"; empty if it has none."""
     try:
-        version = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+        found = ".".join(map(str, torch.cuda.nccl.version()[:3]))
     except (AttributeError, RuntimeError):
         return ""
-    return f"{'RCCL' if torch.version.hip else 'NCCL'} {version}"
+    return f"{'RCCL' if torch.version.hip else 'NCCL'} {found}"
 
 
 class RankDevice(NamedTuple):

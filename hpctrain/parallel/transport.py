@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.device import choose_device, keep_memory
-from hpctrain.parallel.memory import zeros_for_messages
+from hpctrain.parallel import nccl
+from hpctrain.parallel.device import choose_device, keep_memory, zeros_for_messages
 from hpctrain.parallel.mpi import (
     LARGEST,
     MPI,
@@ -34,15 +34,6 @@ from hpctrain.parallel.mpi import (
     library,
     on_all,
     on_root,
-)
-from hpctrain.parallel.nccl import (
-    Choice,
-    Library,
-    RankDevice,
-    UniqueId,
-    choose_transport,
-    describe_sharing,
-    nccl_version,
 )
 from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
@@ -230,14 +221,14 @@ class Nccl(Transport):
     def __init__(self, comm: Comm, path: str = "") -> None:
         """Collective, on the current GPU of this thread. `path`: of the library."""
         super().__init__(comm)
-        self._nccl, self._comm = Library(path), ctypes.c_void_p()
+        self._nccl, self._comm = nccl.Library(path), ctypes.c_void_p()
 
         def make_id() -> bytes:
-            made = UniqueId()
+            made = nccl.UniqueId()
             self._nccl.ncclGetUniqueId(ctypes.byref(made))
             return bytes(made)
 
-        number = UniqueId.from_buffer_copy(on_root(comm, make_id))
+        number = nccl.UniqueId.from_buffer_copy(on_root(comm, make_id))
         with waiting():
             self._nccl.ncclCommInitRank(ctypes.byref(self._comm), comm.size, number, comm.rank)
 
@@ -300,19 +291,21 @@ def open_device(
     return device, share
 
 
-def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Transport, Choice, str]:
+def open_transport(
+    comm: Comm, device: torch.device, wanted: str
+) -> tuple[Transport, nccl.Choice, str]:
     """Open the transport for messages on `device`, according to --reduce. Collective.
 
     Also returns the choice with its reason, and a note if ranks share GPUs. Raises UsageError on
     all ranks as `choose_transport` and `make_transport` do.
     """
-    own = RankDevice(socket.gethostname())
+    own = nccl.RankDevice(socket.gethostname())
     if device.type == "cuda":
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        own = own._replace(gpu=uuid, nccl=nccl_version())
+        own = own._replace(gpu=uuid, nccl=nccl.version())
     ranks = allgather(comm, own)
-    choice = on_root(comm, choose_transport, ranks, wanted)
-    return make_transport(choice.name, comm, device), choice, describe_sharing(ranks)
+    choice = on_root(comm, nccl.choose_transport, ranks, wanted)
+    return make_transport(choice.name, comm, device), choice, nccl.describe_sharing(ranks)
 
 
 def make_transport(name: str, comm: Comm, device: torch.device) -> Transport:

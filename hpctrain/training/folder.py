@@ -25,8 +25,7 @@ from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole
-from hpctrain.parallel.device import hardware_key
-from hpctrain.parallel.memory import memory_of
+from hpctrain.parallel.device import hardware_key, memory_of
 from hpctrain.parallel.mpi import describe_hosts, library
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file

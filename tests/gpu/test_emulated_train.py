@@ -79,10 +79,10 @@ def test_graphs_train_with_the_same_bits_as_kernel_by_kernel(folder):
 
 SECOND = """
 import torch
-from tests.support.api import memory
+from tests.support.api import memory_of, zeros_for_messages
 device = torch.device("cuda:1")
-assert memory.zeros_for_messages(7, torch.float32, device).device == device
-print(memory.memory_of(device))
+assert zeros_for_messages(7, torch.float32, device).device == device
+print(memory_of(device))
 """
 
 

@@ -8,8 +8,7 @@ import torch
 from scripts.benchmarks.gpu import memory, parity, trace
 from scripts.benchmarks.gpu.case import OK, Case
 from tests.gpu.emulator import EMULATED
-from tests.support.api import memory as memory_of_messages
-from tests.support.api import open_transport
+from tests.support.api import open_transport, zeros_for_messages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +32,7 @@ def test_on_a_gpu(row, tmp_path):
 
 def test_staging_sums_what_lies_on_the_gpu(comm):
     """Through pinned memory in pieces, and back to where it was."""
-    vector = memory_of_messages.zeros_for_messages(1003, torch.float32, torch.device("cuda"))
+    vector = zeros_for_messages(1003, torch.float32, torch.device("cuda", 0))
     vector.copy_(torch.arange(1003))
     open_transport(comm, "host", 64).allreduce(vector)
     assert torch.equal(vector.cpu(), torch.arange(1003.0))

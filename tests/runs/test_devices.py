@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.support.api import choose_device, command_line, memory, nccl, open_transport
+from tests.support.api import choose_device, command_line, memory_of, nccl, open_transport
 from tests.support.packs import make_pack
 
 CPU = nccl.RankDevice("n1")
@@ -220,9 +220,9 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "7.0.51831-a3e329ad8")
     monkeypatch.setattr(torch, "as_tensor", lambda number: number)
-    memory.memory_of.cache_clear()
+    memory_of.cache_clear()
     yield monkeypatch
-    memory.memory_of.cache_clear()
+    memory_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def two_gpus(monkeypatch):
 )
 def test_memory_of_messages_is_cupys_where_it_fits(two_gpus, cupy, whose, reason):
     two_gpus.setitem(sys.modules, "cupy", cupy)
-    found = memory.memory_of(GPU)
+    found = memory_of(GPU)
     assert found[0] == whose and re.match(reason, found[1])
 
 
@@ -249,4 +249,4 @@ def test_a_cupy_whose_libraries_are_missing_is_not_taken_for_none(two_gpus, tmp_
     two_gpus.delitem(sys.modules, "cupy", raising=False)
     two_gpus.syspath_prepend(tmp_path)
     reason = "no CuPy (ImportError: libnvrtc.so.12: cannot open)"
-    assert memory.memory_of(GPU) == ("torch", reason)
+    assert memory_of(GPU) == ("torch", reason)

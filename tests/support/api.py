@@ -89,10 +89,11 @@ def make_sum(transport, vector, runs=None, narrow=0):
 
 # Ranks: what started them, what they agree on, which GPUs they use
 from hpctrain import cluster
-from hpctrain.parallel import memory, mpi, nccl, transport
-from hpctrain.parallel.device import choose_device
+from hpctrain.parallel import mpi, nccl, transport
+from hpctrain.parallel.device import choose_device, memory_of, zeros_for_messages
 
-__all__ += ["choose_device", "cluster", "memory", "mpi", "nccl", "transport"]
+__all__ += ["choose_device", "cluster", "memory_of", "mpi", "nccl", "transport"]
+__all__ += ["zeros_for_messages"]
 
 # Orders: who reads which samples, and when
 from hpctrain.data.orders import Permutation

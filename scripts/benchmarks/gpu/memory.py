@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hpctrain.parallel.memory import memory_of
+from hpctrain.parallel.device import memory_of
 from scripts.benchmarks.gpu.case import (
     Case,
     Result,

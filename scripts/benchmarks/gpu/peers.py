@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.data.loader import Batch
 from hpctrain.errors import UsageError
 from hpctrain.models import build
-from hpctrain.parallel.device import place, torch_settings
-from hpctrain.parallel.memory import zeros_for_messages
+from hpctrain.parallel.device import place, torch_settings, zeros_for_messages
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.parallel.transport import Pinned
 from hpctrain.training.run import Run
