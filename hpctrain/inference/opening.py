@@ -25,7 +25,7 @@ from hpctrain.inference.own import import_functions
 from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Task
 from hpctrain.packing.builtin import locate
-from hpctrain.parallel.mpi import Comm, on_all, on_root
+from hpctrain.parallel.mpi import Comm, fair_threads, on_all, on_root
 from hpctrain.parallel.transport import open_device
 from hpctrain.text import listed
 
@@ -36,8 +36,8 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     """Load the network that the settings name onto this rank's device. Collective."""
     on_root(comm, check_settings, settings)
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
-    threads = settings.threads
-    device, _ = open_device(comm, settings.device, lambda share: threads or share)
+    device = open_device(comm, settings.device)
+    torch.set_num_threads(settings.threads or fair_threads(comm))  # launchers set 1 or all cores
     with on_all(comm):
         saved = restore(path, settings.trust_code)
     return ready_network(saved, device, settings.precision, settings.batch_size)

@@ -38,10 +38,9 @@ DTYPES = {torch.float32: np.float32, torch.float64: np.float64}  # of messages
 
 def built_for() -> str:
     """Return torch's GPU platform, such as "CUDA 12.8" or "ROCm 7.0.51831"; empty if none."""
-    for name, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
-        if version:
-            return f"{name} {version.partition('-')[0]}"
-    return ""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip.partition('-')[0]}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:

@@ -1,7 +1,7 @@
 """NCCL or RCCL by ctypes, and the choice of the transport: NCCL where every rank can use it.
 
 The library is the one that torch itself loaded; on AMD GPUs it is RCCL, which has the same
-functions (NCCL User Guide, "NCCL API"). The calls are in `transport.py`.
+functions (NCCL User Guide, "NCCL API"). The calls are in `transport.py`. Nothing here needs MPI.
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
 """Transports: how ranks exchange the data of a step, in host or device memory.
 
-    Transport      one rank: nothing is sent
-    HostMemory     MPI sums and moves host memory in place, at most 1 GiB per message
-    Pinned         GPU memory is copied through pinned host memory, in pieces, so that copying one,
-                   summing the next and copying back another overlap; works with any MPI
-    DeviceMemory   device memory is passed to MPI, which must be GPU-aware ("mpi-gpu")
-    Nccl           NCCL sums and moves device memory, queued on torch's stream
-
-All have the same three calls on vectors, in the order of torch's current stream: work queued before
-is complete when the bytes are sent, and work queued afterwards sees the result. `reduce.py` builds
-the one communication of a step from them.
+Work that was queued on torch's current stream before a call is complete when its bytes are sent,
+and work queued afterwards sees its result. `reduce.py` builds the one communication of a step from
+these calls.
 """
 
 from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +23,6 @@ from hpctrain.parallel.mpi import (
     Comm,
     allgather,
     comm_of_host,
-    fair_threads,
     library,
     on_all,
     on_root,
@@ -131,7 +123,7 @@ class HostMemory(Transport):
 
 
 class DeviceMemory(HostMemory):
-    """MPI on device memory. An MPI that is not GPU-aware crashes."""
+    """MPI on device memory ("mpi-gpu"). An MPI that is not GPU-aware crashes."""
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
         """Send each vector by itself: MPI packs device memory slowly, if it can at all."""
@@ -145,7 +137,7 @@ class DeviceMemory(HostMemory):
 
 
 class Pinned(HostMemory):
-    """GPU memory through pinned host memory, which is kept for the whole run."""
+    """GPU memory through pinned host memory, which is kept for the whole run: with any MPI."""
 
     def __init__(self, comm: Comm, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__(comm)
@@ -223,13 +215,11 @@ class Nccl(Transport):
         super().__init__(comm)
         self._nccl, self._comm = nccl.Library(path), ctypes.c_void_p()
 
-        def make_id() -> bytes:
-            made = nccl.UniqueId()
-            self._nccl.ncclGetUniqueId(ctypes.byref(made))
-            return bytes(made)
-
-        number = nccl.UniqueId.from_buffer_copy(on_root(comm, make_id))
+        number = nccl.UniqueId()
+        if comm.rank == 0:
+            self._nccl.ncclGetUniqueId(ctypes.byref(number))
         with waiting():
+            number = nccl.UniqueId.from_buffer_copy(comm.bcast(bytes(number), 0))
             self._nccl.ncclCommInitRank(ctypes.byref(self._comm), comm.size, number, comm.rank)
 
     def allreduce(self, vector: torch.Tensor) -> None:
@@ -274,21 +264,13 @@ def _stream(vector: torch.Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream(vector.device).cuda_stream if on_gpu else 0)
 
 
-def open_device(
-    comm: Comm, requested: str, threads: Callable[[int], int]
-) -> tuple[torch.device, int]:
-    """Return this rank's device and its fair share of CPU threads. Collective.
-
-    `threads` converts the share to the number of threads that torch uses. Raises UsageError on all
-    ranks as `choose_device` does.
-    """
+def open_device(comm: Comm, requested: str) -> torch.device:
+    """Choose this rank's device. Collective. Raises UsageError on all ranks as `choose_device`."""
     local_rank = comm_of_host(comm).rank
     with on_all(comm):
         device = choose_device(requested, local_rank)
-    share = fair_threads(comm)
-    torch.set_num_threads(threads(share))  # launchers set 1 or all cores
     keep_memory()
-    return device, share
+    return device
 
 
 def open_transport(

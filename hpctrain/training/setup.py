@@ -32,7 +32,14 @@ from hpctrain.inference.tasks import make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import place
-from hpctrain.parallel.mpi import Comm, check_equal_on_all, comm_of_host, on_all, on_root
+from hpctrain.parallel.mpi import (
+    Comm,
+    check_equal_on_all,
+    comm_of_host,
+    fair_threads,
+    on_all,
+    on_root,
+)
 from hpctrain.parallel.transport import open_device, open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.text import brief, listed
@@ -61,9 +68,9 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         from hpctrain.data.images import decoder_versions  # imports Pillow
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
-    device, share = open_device(
-        comm, config.device, lambda share: cpu_threads(config, share, earlier)
-    )
+    device = open_device(comm, config.device)
+    threads = cpu_threads(config, fair_threads(comm), earlier)
+    torch.set_num_threads(threads)  # launchers set 1 or all cores
 
     # Network: what it learns, how its input is scaled, what it does with the first samples
     with on_all(comm):
@@ -89,7 +96,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     facts = Facts(
         ranks=comm.size,
         device=device.type,
-        threads=cpu_threads(config, share, earlier),
+        threads=threads,
         rows=len(train),
         image_shape=pack.image_shape,
         row_bytes=train.stored_bytes if config.random_crop else pack.image_bytes,
