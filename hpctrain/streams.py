@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -202,7 +202,7 @@ class GraphRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool: Any = None
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Callable[[], Tensors]) -> Tensors:
@@ -225,7 +225,6 @@ class GraphRecorder:
         Every replay writes to the memory of these results and is queued on the current stream.
         Other threads may use the GPU during the capture.
         """
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             found = work()
