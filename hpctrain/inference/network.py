@@ -117,11 +117,14 @@ def restore(path: Path, trust_code: bool = False) -> Saved:
     Raises UsageError for a file not written by hpctrain, and if it names a function of the user's
     own without `trust_code`.
     """
-    state, metadata = read_model(path, required=("model", "image_shape", "classes"))
+    state, metadata = read_model(path)
+    if "model" not in metadata:
+        text = f"{path} holds weights but not the network they belong to"
+        raise UsageError(f"{text}: it was not written at the end of a run")
     try:
         name = typed(metadata["model"], str, "model")
-        shape = typed(metadata["image_shape"], tuple[int, int, int], "image_shape")
-        classes = typed(metadata["classes"], tuple[str, ...], "classes")
+        shape = typed(metadata.get("image_shape"), tuple[int, int, int], "image_shape")
+        classes = typed(metadata.get("classes"), tuple[str, ...], "classes")
         mean, std = (
             typed(metadata.get(key), tuple[float, ...] | None, key) for key in ("mean", "std")
         )

@@ -30,8 +30,7 @@ Answers = tuple[Tensor, Tensor]  # predicted classes (n,) and their probabilitie
 def network_output(model: Callable[[Tensor], Tensor], inputs: Tensor, precision: str) -> Tensor:
     """Return the model's output for inputs (n, C, H, W), never as bfloat16.
 
-    With precision "bf16" it is computed under autocast, otherwise in the model's own type;
-    parallel/device.py describes the precision of products.
+    With precision "bf16" it is computed under autocast; parallel/device.py describes the others.
     """
     with torch.autocast(inputs.device.type, torch.bfloat16, precision == "bf16"):
         output: Tensor = model(inputs)

@@ -172,5 +172,5 @@ def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
     if not holding:
         raise UsageError(f"{path} holds no weights: no tensors by name, also not in an entry of it")
     usual = [entry for entry in ENTRIES if entry in holding]
-    entry = usual[0] if usual else max(holding, key=lambda entry: len(tensors[entry]))
+    entry = (usual or sorted(holding, key=lambda entry: -len(tensors[entry])))[0]
     return tensors[entry], {}, entry

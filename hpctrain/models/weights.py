@@ -56,8 +56,8 @@ class CorruptFile(UsageError):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the values in torch's order as a vector of bytes on the CPU, copied if necessary."""
-    held = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return held.contiguous().flatten().view(torch.uint8)
+    held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return held.flatten().view(torch.uint8)
 
 
 def write_tensors(
@@ -75,14 +75,13 @@ def write_tensors(
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     start = 0
     for name, tensor in ordered:
-        place = [start, start + tensor.nbytes]
-        kind, shape = TYPES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": place}
-        start = place[1]
-    described = json.dumps(header, separators=(",", ":")).encode()
-    described += b" " * (-len(described) % 8)
+        shape, end = list(tensor.shape), start + tensor.nbytes
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":"))
+    text += " " * (-len(text) % 8)
     with whole_file(path, point=point) as file:
-        file.write(len(described).to_bytes(8, "little") + described)
+        file.write(len(text).to_bytes(8, "little") + text.encode())
         for _, tensor in ordered:
             file.write(as_bytes(tensor).numpy().data)
     return sha256
@@ -111,9 +110,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
     sha256 = entries.get(SHA256)
     if sha256 is not None and sha256 != _digest(tensors, text):
         raise CorruptFile(
-            f"{path} is not what was written: its tensors or metadata do not match their SHA-256"
-            f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
-            f" without the metadata entry {SHA256!r})"
+            f"{path} is not what was written: its tensors or metadata do not match their SHA-256;"
+            f" copy it again (if you changed it on purpose, save it without its entry {SHA256!r})"
         )
     names = metadata.pop(ORDER, None)
     if sha256 is not None and names:
@@ -150,26 +148,16 @@ def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) 
         write_tensors(Path(path), tensors, metadata)
 
 
-def read_model(
-    path: str | Path, required: tuple[str, ...] = ()
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_model(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors and the metadata of a file of weights.
 
     The metadata of another program's file are empty. Raises UsageError if the file is missing,
-    truncated, not in the safetensors format, or corrupt, or if it lacks a `required` key.
+    truncated, not in the safetensors format, or corrupt.
     """
     if is_torch_file(path):
-        raise UsageError(
-            f"{path} is no safetensors file, but one of torch.save: train from its weights with"
-            f" --init {path}"
-        )
-    tensors, metadata, _ = read_tensors(Path(path))
-    if absent := [key for key in required if key not in metadata]:
-        raise UsageError(
-            f"{path} holds weights but not the {', '.join(absent)} they belong to: it was not"
-            " written at the end of a run"
-        )
-    return tensors, metadata
+        text = f"{path} is no safetensors file, but one of torch.save"
+        raise UsageError(f"{text}: train from its weights with --init {path}")
+    return read_tensors(Path(path))[:2]
 
 
 def is_torch_file(path: str | Path) -> bool:
@@ -200,10 +188,9 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Pat
                 wrong.append(f"{name} {_shape(own)} is not in the file")
         elif found.shape != own.shape:
             wrong.append(f"{name} is {_shape(found)}, the model's {_shape(own)}")
-        elif _kind(found) != _kind(own) and not name.endswith(COUNTER):
-            # quantized weights, say: torch would copy the integers, and drop imaginary parts
+        elif kind(found) != kind(own) and not name.endswith(COUNTER):
             wrong.append(f"{name} is {found.dtype}, the model's {own.dtype}")
-        elif not _finite(found) and _finite(own):  # a mask may hold -inf by design
+        elif not is_finite(found) and is_finite(own):  # a mask may hold -inf by design
             wrong.append(f"{name} holds values that are not finite")
     if wrong:
         raise UsageError(f"{source} does not fit the model: {listed(wrong, 3, '; ')}")
@@ -212,12 +199,13 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Pat
         model.load_state_dict(state)
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; torch cannot test the floating-point types of one byte."""
     return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
 
 
-def _kind(tensor: Tensor) -> tuple[bool, bool]:
+def kind(tensor: Tensor) -> tuple[bool, bool]:
+    """Return what torch must not convert: it drops imaginary parts, and scales of integers."""
     return tensor.is_floating_point(), tensor.is_complex()
 
 

@@ -1,10 +1,9 @@
 """One check of the network before its first step, with the first samples of the training split.
 
-It shows what each batch-norm layer sees of these samples, and that a forward pass depends on the
-weights, the running statistics and its input alone. How often a rank calls the network depends on
-the number of ranks: other state must not change from call to call.
+It shows what each batch-norm layer sees, and that a forward pass depends on the weights, running
+statistics and input alone: how often a rank calls the network depends on the number of ranks.
 
-In training mode and in evaluation mode, the same samples pass forward twice, with the same random
+In training and in evaluation mode, the same samples pass forward twice, with the same random
 numbers, and others between them. Both outputs, and all buffers before and after, must be bitwise
 equal. On GPUs without --deterministic, sums may be added in another order each time, and only the
 buffers are compared. State that begins to change later is not seen.

@@ -92,9 +92,9 @@ class Trainer:
         #: Number of steps that are started before the totals of one are read.
         self.in_flight = IN_FLIGHT[message.device.type]
         self.class_weights = task.weights  # (K,) with which the loss weighs samples, if any
-        self.decay = config.ema or 0.0
-        #: The weights and running statistics of --ema; see `update_average`.
-        self.average = tuple(t.clone() for t in self.network()) if config.ema else ()
+        self.decay, network = config.ema or 0.0, (message.weights.data, norms.running)
+        #: Averages of --ema, and what they are averages of: weights, running statistics.
+        self.averages = tuple((t.clone(), t) for t in network) if config.ema else ()
         self.clock = Clock(message.device)
 
     def step(
@@ -149,8 +149,8 @@ class Trainer:
         gate_update(self.optimizer, message.skipped)
         self.optimizer.step()
         report = message.report()
-        if self.average:
-            self.update_average()
+        if self.averages:
+            self.update_averages()
         return report
 
     def state(self) -> dict[str, Tensor]:
@@ -166,7 +166,8 @@ class Trainer:
                 if isinstance(value, Tensor):
                     found[f"optimizer.{group}{name}"] = value
         found |= {f"norms.{n}": getattr(self.norms, n) for n in ("running", "shift", "updates")}
-        found |= dict(zip(("ema.weights", "ema.running"), self.average, strict=False))
+        names = ("ema.weights", "ema.running")
+        found |= {name: own for name, (own, _) in zip(names, self.averages, strict=False)}
         model = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
         model |= {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
         return found | {f"model.{name}": tensor for name, tensor in model.items()}
@@ -212,12 +213,8 @@ class Trainer:
         found.update(figures.encode())
         return found.hexdigest()
 
-    def network(self) -> tuple[Tensor, Tensor]:
-        """Return the weights and the running statistics, which --ema averages."""
-        return self.message.weights.data, self.norms.running
-
     @torch.no_grad()
-    def update_average(self) -> None:
+    def update_averages(self) -> None:
         """Average the network exponentially, ``--ema``; nothing changes if the step was skipped.
 
             average <- decay average + (1 - decay) weights
@@ -228,13 +225,13 @@ class Trainer:
         the same way, as in timm's ModelEmaV3. Other buffers are those of the network.
         """
         share = (1 - self.decay) * (1 - self.message.skipped)
-        for average, current in zip(self.average, self.network(), strict=True):
+        for average, current in self.averages:
             average.lerp_(current, share)
 
     @torch.no_grad()
-    def swap_average(self) -> None:
+    def swap_averages(self) -> None:
         """Exchange the average, if there is one, with the network in the model."""
-        for average, current in zip(self.average, self.network(), strict=False):
+        for average, current in self.averages:
             kept = current.clone()
             current.copy_(average)
             average.copy_(kept)
@@ -243,11 +240,11 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the model be the average, if there is one, in the block."""
-        self.swap_average()
+        self.swap_averages()
         try:
             yield
         finally:
-            self.swap_average()
+            self.swap_averages()
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def choose_network(run: Run) -> None:
             tensors[name].copy_(tensor)
         trainer.norms.read()
         state.went_back = True
-    trainer.swap_average()
+    trainer.swap_averages()
     state.chosen = True
 
 
