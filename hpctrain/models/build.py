@@ -35,7 +35,6 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "resnet34": resnet34,
     "resnet50": resnet50,
 }
-STEMS = tuple(name for name in NETWORKS if name.startswith("resnet"))
 
 
 def build(
@@ -46,8 +45,8 @@ def build(
     Raises UsageError if there is no such network, or if the user's function fails or returns
     anything but a module with parameters.
     """
-    if small_stem and name not in STEMS:
-        raise UsageError(f"--small-stem is for {', '.join(STEMS)}; --model is {name}")
+    if small_stem and not name.startswith("resnet"):
+        raise UsageError(f"--small-stem is for resnet18, resnet34, resnet50; --model is {name}")
     if name in NETWORKS:
         return NETWORKS[name](image_shape, classes, **({"small_stem": True} if small_stem else {}))
     if is_of_timm(name):
@@ -131,8 +130,7 @@ def check_names(before: Iterable[str], after: Iterable[str]) -> None:
     if made := sorted({*after}.difference(before)):
         raise UsageError(
             f"{made[0]} of the network is not there before its first forward pass, so other ranks"
-            " may lack it, and its weights could not be read again: make it in __init__ (a buffer"
-            " with persistent=False may come in evaluation mode)"
+            " and weight files could lack it: make it in __init__"
         )
 
 

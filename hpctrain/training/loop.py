@@ -27,9 +27,10 @@ from hpctrain.streams import record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.run import NO_SUMS, EndReason, NonFinite, Run, Sums
-from hpctrain.training.trainer import MOST_LISTED, describe_divergence
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
+
+MOST_LISTED = 16  # ranks in an error
 
 
 def train_epochs(run: Run) -> None:
@@ -233,13 +234,24 @@ def compare_ranks(run: Run) -> None:
     The state is that after the last recorded step; nothing is saved or validated before this.
     Raises the same RunError on all ranks, with the ranks and tensors that differ.
     """
-    state, comm, trainer = run.progress, run.comm, run.trainer
-    held = trainer.checksums()
-    hashed = hashlib.sha256(repr(held).encode()).digest()
+    state, comm = run.progress, run.comm
+    own = run.trainer.checksums()
+    hashed = hashlib.sha256(repr(own).encode()).digest()
     digest = int.from_bytes(hashed[:8], "big", signed=True)
     smallest, largest = minimum(comm, digest, ~digest)
     if smallest != ~largest:
-        raise agreed(RunError(describe_divergence(allgather(comm, held), state.step)))
+        held = allgather(comm, own)
+        usual = max(held, key=held.count)
+        odd = [rank for rank, each in enumerate(held) if each != usual]
+        names = [n for n in usual if any(each.get(n) != usual[n] for each in held)]
+        who = f"rank{'s' * (len(odd) > 1)} {listed(odd, MOST_LISTED)} of {comm.size}"
+        raise agreed(
+            RunError(
+                f"after step {state.step} {who} held other weights than rank {held.index(usual)}: a"
+                " fault of memory or GPU, or something that changes the model outside the step;"
+                f" they differ in {listed(names, 3)}"
+            )
+        )
     if state.compared < state.step:
         run.recorder.digest(state.step, hashed.hex()[:16])
         state.compared = state.step

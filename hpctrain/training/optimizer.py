@@ -29,6 +29,8 @@ from hpctrain.parallel.message import Group
 from hpctrain.plan import Plan
 from hpctrain.text import listed
 
+NORMS = _NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
+
 
 def make_optimizer(
     name: str, lr: float, config: Config, groups: Sequence[tuple[nn.Parameter, Group]]
@@ -47,13 +49,12 @@ def make_optimizer(
     own = {"momentum": config.momentum} if name == "sgdm" else {}
     # Without torch's decorators: they import the compiler on each rank even if nothing is compiled,
     # which takes longer than importing torch itself.
-    methods = {"step": torch.no_grad()(inspect.unwrap(base.step))}
-    methods["add_param_group"] = inspect.unwrap(base.add_param_group)
-    kind: type[Any] = type(name, (base,), methods)
+    step, add = torch.no_grad()(inspect.unwrap(base.step)), inspect.unwrap(base.add_param_group)
+    kind: type[Any] = type(name, (base,), {"step": step, "add_param_group": add})
     optimizer: Optimizer = kind(given, lr=lr, fused=True, **own)
     # A step that is skipped creates the state. torch leaves a momentum buffer uninitialised then.
     gate_update(optimizer, torch.ones((), device=groups[0][0].device))
-    optimizer.step()
+    step(optimizer)
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -155,8 +156,13 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
         scales |= {first[name]: factor for name in select("--lr-factors", pattern, [*first])}
     undecayed: set[str] = set()
     for pattern in patterns(config.no_decay, "--no-decay") if config.no_decay else ():
-        if pattern == "norm":
-            undecayed |= names_of_norms(model)
+        if pattern == "norm":  # all parameters of normalization layers, torch's own and others
+            undecayed |= {
+                f"{prefix}.{name}".lstrip(".")
+                for prefix, module in model.named_modules()
+                if isinstance(module, NORMS) or "norm" in type(module).__name__.lower()
+                for name, _ in module.named_parameters(recurse=False)
+            }
         elif pattern == "bias":
             undecayed |= {name for name in first if name.endswith("bias")}
         else:
@@ -184,14 +190,3 @@ def first_names(model: nn.Module) -> dict[str, str]:
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[parameter] for name, parameter in every}
-
-
-def names_of_norms(model: nn.Module) -> set[str]:
-    """Return the names of all parameters of normalization layers, torch's own and others."""
-    kinds = _NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
-    return {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        if isinstance(module, kinds) or "norm" in type(module).__name__.lower()
-        for name, _ in module.named_parameters(recurse=False)
-    }

@@ -31,7 +31,6 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
 from hpctrain.streams import IN_FLIGHT, Clock
-from hpctrain.text import listed
 from hpctrain.training.compute import make_backward
 from hpctrain.training.control import StepFlags
 from hpctrain.training.optimizer import (
@@ -41,7 +40,6 @@ from hpctrain.training.optimizer import (
     parameter_groups,
 )
 
-MOST_LISTED = 16  # ranks in an error
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by element size; others: int64
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
@@ -263,15 +261,3 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
         places = torch.arange(start, start + len(part), device=tensor.device)
         found += places.mul_(FACTOR).bitwise_or_(1).mul_(part).sum()
     return found
-
-
-def describe_divergence(held: Sequence[Mapping[str, int]], step: int) -> str:
-    """Say which ranks and tensors differ after `step`, given the `checksums` of each rank."""
-    usual = max(held, key=held.count)
-    odd = [rank for rank, each in enumerate(held) if each != usual]
-    names = [name for name in usual if any(each.get(name) != usual[name] for each in held)]
-    return (
-        f"after step {step} rank{'s' if len(odd) > 1 else ''} {listed(odd, MOST_LISTED)} of"
-        f" {len(held)} held other weights than rank {held.index(usual)}: a fault of memory or GPU,"
-        f" or something that changes the model outside the step; they differ in {listed(names, 3)}"
-    )
