@@ -122,10 +122,8 @@ def reader(saved: Saved, names: Sequence[object], one: Callable[[int, Fit], Any]
             try:
                 found = one(row, fit)
                 image[:] = np.frombuffer(found, image.dtype).reshape(image.shape)
-            except BadImage as error:
+            except (BadImage, OSError) as error:
                 bad[row] = f"{names[row]} cannot be read as an image: {error}"
-            except OSError as error:
-                bad[row] = f"{names[row]} cannot be read: {error.strerror}"
 
         with decode_threads() as threads:
             for _ in threads.map(read_one, images, rows.tolist()):

@@ -350,8 +350,9 @@ def read_manifest(path: str) -> Columns:
     Classes are in numerical order if all labels are whole numbers. Raises UsageError with the line
     in its message.
     """
-    lines = dict[str, int]()  # of each image
+    lines, split_of = dict[str, int](), dict[str, int]()  # of each image, of each group
     columns: dict[str, list[str]] = {name: [] for name in COLUMNS[1:]}
+    splits = array("b")
     try:
         with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
             header = file.readline()
@@ -364,13 +365,23 @@ def read_manifest(path: str) -> Columns:
                 )
             for row in rows:
                 cells = {name: (row.get(name) or "").strip() for name in COLUMNS}
-                line, image = rows.line_num, shortest(cells["path"])
+                image, where = shortest(cells["path"]), f"{path}: line {rows.line_num}"
+                number = split_number(cells["split"]) if cells["split"] else NO_SPLIT
                 if any(row.get(None, ())):
-                    raise UsageError(f"{path}: line {line} has more cells than the header")
+                    raise UsageError(f"{where} has more cells than the header")
                 if not (image and cells["label"]):
-                    raise UsageError(f"{path}: line {line} has no {'label' if image else 'path'}")
-                if (first := lines.setdefault(image, line)) != line:
-                    raise UsageError(f"{path}: lines {first} and {line} both name {image}")
+                    raise UsageError(f"{where} has no {'label' if image else 'path'}")
+                if image in lines:
+                    raise UsageError(f"{where} names {image}, as line {lines[image]} does")
+                if number is None:
+                    known = ", ".join(SPLITS)
+                    raise UsageError(f"{where} has the split {cells['split']!r}: give {known}")
+                group = cells["group"]
+                if group and number >= 0 and split_of.setdefault(group, number) != number:
+                    both = f"{SPLITS[split_of[group]]} and {SPLITS[number]}"
+                    raise UsageError(f"{where}: group {group!r} is in both {both}")
+                lines[image] = rows.line_num
+                splits.append(number)
                 for name, column in columns.items():
                     column.append(sys.intern(cells[name]))  # equal texts are one object
     except (OSError, csv.Error) as error:
@@ -378,23 +389,13 @@ def read_manifest(path: str) -> Columns:
         raise UsageError(f"manifest {path} cannot be read: {why}") from None
     if not lines:
         raise UsageError(f"{path} names no images")
-    splits, split_of = list[int](), dict[str, int]()  # of each image, of each group
-    given = {name: any(column) for name, column in columns.items()}
-    for line, name, group in zip(lines.values(), columns["split"], columns["group"], strict=True):
-        for what, cell in (("split", name), ("group", group)):
-            if given[what] and not cell:
-                raise UsageError(f"{path}: line {line} has no {what}, other lines have one")
-        number = split_number(name) if name else NO_SPLIT
-        if number is None:
-            raise UsageError(
-                f"{path}: line {line} has the split {name!r}: give {', '.join(SPLITS)}"
-            )
-        if group and (other := split_of.setdefault(group, number)) != number:
-            both = f"{SPLITS[other]} and {SPLITS[number]}"
-            raise UsageError(f"{path}: line {line}: group {group!r} is in both {both}")
-        splits.append(number)
-    groups = _number(columns["group"])[1] + (0 if given["group"] else NO_GROUP)
-    return [*lines], *_number(columns["label"]), np.array(splits, np.int8), groups, 0
+    for name in ("split", "group"):
+        if "" in columns[name] and any(columns[name]):
+            line = [*lines.values()][columns[name].index("")]
+            raise UsageError(f"{path}: line {line} has no {name}, other lines have one")
+    classes, labels = _number(columns["label"])
+    groups = _number(columns["group"])[1] + (0 if any(columns["group"]) else NO_GROUP)
+    return [*lines], classes, labels, np.array(splits, np.int8), groups, 0
 
 
 def _number(column: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:

@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -145,11 +146,13 @@ def writing(output: Path) -> Iterator[None]:
     """Raise a system error in the block that writes a pack as a RunError or UsageError."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # HDF5 raises RuntimeError when it closes a file
-        number = getattr(error, "errno", None)
-        why = os.strerror(number) if number else brief(error)
+    except (OSError, RuntimeError) as error:  # HDF5 reports errno in its text
+        inner = re.search(r"errno = (\d+)", str(error))
+        number = int(inner[1]) if inner else getattr(error, "errno", None)
+        if number is None:
+            raise
         kind = UsageError if number in FORBIDDEN else RunError
-        raise kind(f"{output} cannot be written: {why}; nothing is kept") from error
+        raise kind(f"{output} cannot be written: {os.strerror(number)}; nothing is kept") from None
 
 
 def write_pack(

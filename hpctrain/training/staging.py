@@ -73,9 +73,9 @@ def stage(folder: str, source: Split, samples: range, comm: Comm) -> Pack:
 
 def parts_to_copy(source: Split, samples: range) -> list[range]:
     """Return the bytes of the pack to copy, for these samples of train."""
-    pack, parts = source.pack, list[tuple[Stored, range]]()
+    pack = source.pack
     assert pack.identity
-    parts.append((pack.identity, range(pack.identity.shape[0])))
+    parts: list[tuple[Stored, range]] = [(pack.identity, range(pack.identity.shape[0]))]
     for name, info in pack.splits.items():
         own = rows = samples if name == "train" else range(info.samples)
         if info.offsets:
@@ -91,11 +91,8 @@ def parts_to_copy(source: Split, samples: range) -> list[range]:
 
 def copy(pack: Pack, target: str, share: Iterable[range]) -> None:
     """Copy pieces of a pack into the file `target`. Raises RunError."""
-    with (
-        closing(File(pack.path, pack.sizes[pack.path])) as source,
-        writing(target),
-        open(target, "r+b", buffering=0) as file,
-    ):
+    size = pack.sizes[pack.path]
+    with closing(File(pack.path, size)) as source, writing(target), open(target, "r+b", 0) as file:
         for piece in share:
             doing(f"staging byte {piece.start:,}")
             data = memoryview(bytearray(len(piece)))
