@@ -45,10 +45,8 @@ def locate(data: str, cache_dir: str) -> Path:
     if data and path.is_file() and not data.lower().endswith(SOURCES):
         return path
     if data and (path.is_file() or path.is_dir()):
-        raise UsageError(
-            f"--data {data} is {'a folder' if path.is_dir() else 'an archive'}, not a pack: run"
-            f" python -m hpctrain pack {shlex.quote(data)} first"
-        )
+        command = f"python -m hpctrain pack {shlex.quote(data)}"
+        raise UsageError(f"--data {data} is not a pack: run {command} first")
     known = [*BUILT_IN, *(str(file) for file in path.parent.glob("*.h5"))]
     hint = did_you_mean(data.lower(), known) or f": built in are {' and '.join(BUILT_IN)}"
     raise UsageError(f"--data {data!r} is neither a file nor a built-in set{hint}")

@@ -56,7 +56,6 @@ TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so man
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 PRINTED = ("source", "split_by", "split", "fold", "seed", "groups", "hpctrain")  # of the provenance
-WIDTH = 100  # of a table that is not printed on a terminal
 
 
 class BadFiles(Exception):
@@ -367,10 +366,7 @@ def print_table(pack: Pack) -> None:
     table.title = pack.path
     for name, line in lines if len(lines) <= CLASSES_SHOWN else lines[-1:]:
         table.add_row(name, *(f"{count:,}" for count in line))
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(table)
+    Console().print(table)
     height, width, channels = pack.image_shape
     how = {"": "", "stretch": ", stretched from JPEG files", "crop": ", cut from JPEG files"}
     made = [f"{key} {pack.provenance[key]}" for key in PRINTED if pack.provenance.get(key)]

@@ -196,8 +196,6 @@ def _open_archive(path: Path, unzipped: IO[bytes]) -> tuple[str, str]:
             f"source {path} cannot be read: {error.strerror}; give a folder with a folder per"
             " class, .tgz, .zip, .csv, or flowers or digits by name"
         ) from None
-    if start.startswith(OTHER_COMPRESSION):
-        raise UsageError(f"source {path} is compressed by bzip2 or xz: decompress it first")
     if start.startswith(GZIP):
         try:
             with gzip.open(path) as stream:
@@ -208,14 +206,13 @@ def _open_archive(path: Path, unzipped: IO[bytes]) -> tuple[str, str]:
             ) from None
         unzipped.flush()
         return "tar", f"/proc/{os.getpid()}/fd/{unzipped.fileno()}"
-    if start.startswith(ZIP) and path.suffix != ".npz":  # a .zip of arrays
-        return "zip", str(path.resolve())
-    if tarfile.is_tarfile(path):
-        return "tar", str(path.resolve())
-    raise UsageError(
-        f"source {path} is not a .tgz, .tar, .zip or .csv file; arrays are packed by"
-        " hpctrain.write_pack"
-    )
+    is_zip = start.startswith(ZIP) and path.suffix != ".npz"  # a .zip of arrays
+    is_compressed = start.startswith(OTHER_COMPRESSION)
+    if is_compressed or not (is_zip or tarfile.is_tarfile(path)):
+        hint = "arrays are packed by hpctrain.write_pack"
+        hint = "decompress it first" if is_compressed else hint
+        raise UsageError(f"source {path} is not a .tgz, .tar, .zip or .csv file: {hint}")
+    return "zip" if is_zip else "tar", str(path.resolve())
 
 
 def _list_members(
