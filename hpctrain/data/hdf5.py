@@ -49,7 +49,7 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
         raise UsageError(f"{path} is not a readable HDF5 file: {reason}") from None
 
 
-def find_dataset(file: h5py.File, name: str) -> h5py.Dataset:
+def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     """Return the dataset of this path, which may be a link to another file. Raises Unusable."""
     found, parts = file.get(name), name.strip("/").split("/")
     for way in ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]:
@@ -177,7 +177,7 @@ class Rows:
         self._path, self._lock = path, threading.Lock()
         cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes)
         self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cached, rdcc_nslots=SLOTS)
-        self._data, self._state = self._file[stored.dataset], self._file_state()
+        self._data, self._state = self._file[stored.dataset], self._read_state()
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Read `rows` (n,), in that order, into `out` (n, ...), as stored. Raises RunError."""
@@ -206,13 +206,10 @@ class Rows:
                 f" {first_line(error)}"
             ) from None
 
-    def _file_state(self) -> tuple[int, int]:
+    def _read_state(self) -> tuple[int, int]:
         state = os.fstat(self._file.id.get_vfd_handle())
         return state.st_size, state.st_mtime_ns
 
     def _check_unchanged(self) -> None:
-        if (state := self._file_state()) != self._state:
-            raise RunError(
-                f"{self._path} was changed or cut short while in use: it had {self._state[0]:,}"
-                f" bytes and has {state[0]:,}"
-            )
+        if self._read_state() != self._state:
+            raise RunError(f"{self._path} was changed or cut short while in use")

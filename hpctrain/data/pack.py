@@ -31,14 +31,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.errors import UsageError
+from hpctrain.text import listed
 from hpctrain.typed import parse_json
 
 if TYPE_CHECKING:
     import h5py
 
 FORMAT, VERSION = "hpctrain-pack", 3
-FITS = ("stretch", "crop")
 ALIASES = {  # common names of splits
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -107,7 +106,7 @@ class Pack:
     std: tuple[float, ...] = ()  # (C,)
     provenance: dict[str, Any] = field(default_factory=dict)
     identity: Stored | None = None  # of a pack: the UUID in the file
-    fit: str = ""  # of a pack of JPEG files: one of FITS
+    fit: str = ""  # of a pack of JPEG files: stretch or crop
     layout: str = "NHWC"  # of stored images: one of LAYOUTS
     max_value: float = 0.0  # that values are divided by; 0 = not divided
     block_rows: int = 0  # samples that lie together in an external file; 0 = in random order
@@ -160,37 +159,72 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     Raises UsageError (one line that names the file and the cause) if the file is missing, not a
     pack, truncated, corrupt, incomplete or of another format.
     """
-    from hpctrain.data.hdf5 import Unusable, open_hdf5  # imports h5py
+    from hpctrain.data.hdf5 import Unusable, find_dataset, locate, open_hdf5  # imports h5py
 
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
-        _check_format(path, file)
-        facts = read_facts(file)
-        shape, encoded = tuple(facts["image_shape"]), bool(facts["fit"])
-        if len(shape) != 3 or facts["fit"] not in ("", *FITS):
-            raise Unusable(f"its images are {shape}, fit {facts['fit']!r}")
-        names = ordered(name for name in file if name != "identity")
-        if "train" not in names:
-            raise Unusable("it holds no images of train")
+        if not _is_marked(file):
+            raise Unusable(
+                "it is an HDF5 file but not a pack: make one with 'hpctrain pack', or train on it"
+                f" as it is with --images and --labels; it holds {listed(file)}"
+            )
+        if (version := int(file.attrs["version"])) != VERSION:
+            raise Unusable(
+                f"it is a pack of format version {version}, this hpctrain reads version {VERSION}:"
+                " pack again, or use the hpctrain that made it"
+            )
+        facts, names = read_facts(file), ordered(name for name in file if name != "identity")
         identity = bytes(file["identity"][:]).decode()
         if make_uuid(facts, _read_checksums(file, names)) != identity:
             raise Unusable(
                 "it is corrupt: its attributes or checksums are not those that its identity was"
                 " made from; copy or pack it again"
             )
+        shape = tuple(facts["image_shape"])
         return Pack(
             path,
             identity,
             shape,
             tuple(facts["classes"]),
-            {name: _read_split(path, file, name, shape, encoded) for name in names},
+            {name: _read_split(path, file[name], shape, bool(facts["fit"])) for name in names},
             {path: os.path.getsize(path)},
             tuple(facts["mean"]),
             tuple(facts["std"]),
             facts["provenance"],
-            _locate(file, "identity", "u1", (len(identity),)),
+            locate(find_dataset(file, "identity"), {}),
             facts["fit"],
         )
+
+
+def _read_split(
+    path: str, group: h5py.Group, shape: tuple[int, ...], is_encoded: bool
+) -> SplitInfo:
+    """Read where the datasets of a split are stored. Raises Unusable."""
+    from hpctrain.data.hdf5 import Unusable, find_dataset, locate
+
+    def place(name: str, dtype: str, *shape: int) -> Stored:
+        """Return a dataset in one piece, of this type and shape; by default of any length."""
+        found = locate(find_dataset(group, name), {})
+        shape = shape or found.shape[:1]
+        if (np.dtype(found.dtype), found.shape) != (np.dtype(dtype), shape):
+            raise Unusable(f"{found.dataset} is {found.dtype} {found.shape}, not {dtype} {shape}")
+        if found.offset is None:
+            raise Unusable(f"{found.dataset} is not stored in one piece, as in a pack")
+        return found
+
+    labels = place("labels", "<i4")
+    rows = labels.shape[0]
+    return SplitInfo(
+        path,
+        rows,
+        place("bytes", "u1") if is_encoded else place("images", "u1", rows, *shape),
+        labels,
+        place("crc32", "<u4", rows),
+        place("offsets", "<i8", rows + 1) if is_encoded else None,
+        (place("names", "u1"), place("name_offsets", "<i8", rows + 1))
+        if "names" in group
+        else None,
+    )
 
 
 def read_again(path: str | os.PathLike[str], external: dict[str, Any] | None) -> Pack:
@@ -238,55 +272,5 @@ def _read_checksums(file: h5py.File, names: Iterable[str]) -> Iterator[tuple[str
             yield name, stored[start : start + HASHED]
 
 
-def _read_split(
-    path: str, file: h5py.File, name: str, shape: tuple[int, ...], encoded: bool
-) -> SplitInfo:
-    """Read where the datasets of a split are stored. Raises Unusable."""
-    from hpctrain.data.hdf5 import find_dataset
-
-    rows = find_dataset(file, f"{name}/labels").shape[0]
-    labels = _locate(file, f"{name}/labels", "<i4", (rows,))
-    crc32 = _locate(file, f"{name}/crc32", "<u4", (rows,))
-    named = None
-    if "names" in file[name]:
-        ends = _locate(file, f"{name}/name_offsets", "<i8", (rows + 1,))
-        named = _locate(file, f"{name}/names", "u1", file[f"{name}/names"].shape), ends
-    if not encoded:
-        images = _locate(file, f"{name}/images", "u1", (rows, *shape))
-        return SplitInfo(path, rows, images, labels, crc32, names=named)
-    files = _locate(file, f"{name}/bytes", "u1", find_dataset(file, f"{name}/bytes").shape)
-    offsets = _locate(file, f"{name}/offsets", "<i8", (rows + 1,))
-    return SplitInfo(path, rows, files, labels, crc32, offsets, named)
-
-
-def _locate(file: h5py.File, name: str, dtype: str, shape: tuple[int, ...]) -> Stored:
-    """Return a dataset in one piece, of this type and shape. Raises Unusable."""
-    from hpctrain.data.hdf5 import Unusable, find_dataset, locate
-
-    found = locate(find_dataset(file, name), {})
-    if (np.dtype(found.dtype), found.shape) != (np.dtype(dtype), shape):
-        raise Unusable(f"{name} is {found.dtype} {found.shape}, not {dtype} {shape}")
-    if found.offset is None:
-        raise Unusable(f"{name} is not stored in one piece, as those of a pack always are")
-    return found
-
-
 def _is_marked(file: h5py.File) -> bool:
-    mark = file.attrs.get("format")
-    return isinstance(mark, bytes | np.bytes_) and mark == FORMAT.encode()
-
-
-def _check_format(path: str, file: h5py.File) -> None:
-    """Check the format, without which no other attribute has a meaning. Raises UsageError."""
-    if not _is_marked(file):
-        found = sorted(file)
-        raise UsageError(
-            f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r}); make one"
-            " with 'hpctrain pack', or train on it as it is with --images and --labels; it holds"
-            f" {', '.join(found[:8]) or 'nothing'}{', ...' if len(found) > 8 else ''}"
-        )
-    if (version := int(file.attrs["version"])) != VERSION:
-        raise UsageError(
-            f"{path} is a pack of format version {version}, this hpctrain reads version {VERSION}:"
-            " pack again, or use the hpctrain that made it"
-        )
+    return bool(file.attrs.get("format") == FORMAT.encode())

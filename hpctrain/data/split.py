@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from hpctrain.data.hdf5 import Rows
     from hpctrain.data.images import Crop
 
-IOV_MAX = 1024  # most buffers of one preadv(2)
 READ_AHEAD = 128 << 10  # bytes of one request; Linux may read only so much of a longer one
 MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
 PIECE_ROWS = 1 << 20  # labels that are read at a time from a whole split
@@ -71,58 +70,45 @@ class File:
                 " rank the same finished file"
             )
 
-    def read(self, buffers: list[memoryview], offset: int) -> None:
-        """Fill all buffers with consecutive bytes from `offset` on. Raises RunError."""
-        done = 0  # buffers that are full
-        while done < len(buffers):
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes from `offset` on. Raises RunError."""
+        while True:
             try:
-                count = os.preadv(self._descriptor, buffers[done : done + IOV_MAX], offset)
+                count = os.preadv(self._descriptor, (buffer,), offset)
             except OSError as error:
                 raise RunError(
                     f"{self.path}: reading at byte {offset:,} failed: {error.strerror}"
                 ) from None
-            if count == 0 and len(buffers[done]):
+            if count == len(buffer):
+                return
+            if count == 0:
                 raise RunError(
                     f"{self.path} ends at byte {offset:,}: it was cut short while in use"
                 )
-            offset += count
-            while done < len(buffers) and count >= len(buffers[done]):
-                count -= len(buffers[done])
-                done += 1
-            if count:
-                buffers[done] = buffers[done][count:]
+            buffer, offset = buffer[count:], offset + count
 
     def gather(
         self, offset: int, indices: np.ndarray, out: memoryview, ahead: bool = False
     ) -> None:
         """Read rows `indices` (n,) of the array at byte `offset` into n equal parts of `out`.
 
-        Rows are read in file order. Consecutive rows are read by one preadv, as a scatter read if
-        their positions in `out` are not consecutive. With `ahead`, the kernel is asked for all of
-        them first, so that a disk serves many requests at a time. Raises RunError.
+        Rows are read in file order; a run of consecutive ones by one preadv. With `ahead`, the
+        kernel is asked for all of them first, so that a disk serves many requests at a time. Raises
+        RunError.
         """
         if len(indices) == 0:
             return
         size = len(out) // len(indices)
         order = np.argsort(indices, kind="stable")
-        starts, places = offset + indices[order] * size, order.tolist()
-        cuts = (np.flatnonzero(np.diff(starts) != size) + 1).tolist()
-        runs = [*zip([0, *cuts], [*cuts, len(places)], starts[[0, *cuts]].tolist(), strict=True)]
-        for start, stop, at in runs if ahead else ():
-            self.read_ahead(at, (stop - start) * size)
-        for start, stop, at in runs:
-            first, count = places[start], stop - start
-            if count == 1 or places[start:stop] == list(range(first, first + count)):
-                part = out[first * size : (first + count) * size]
-                try:
-                    if os.preadv(self._descriptor, (part,), at) == len(part):
-                        continue  # nearly always
-                except OSError:
-                    pass  # `read` reports the reason
-                buffers = [part]
-            else:
-                buffers = [out[i * size : (i + 1) * size] for i in places[start:stop]]
-            self.read(buffers, at)
+        rows = indices[order]
+        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(order) != 1)) + 1
+        bounds = np.concatenate([[0], cuts, [len(rows)]])
+        first, lengths = bounds[:-1], (np.diff(bounds) * size).tolist()
+        places, starts = (order[first] * size).tolist(), (offset + rows[first] * size).tolist()
+        for start, length in zip(starts, lengths, strict=True) if ahead else ():
+            self.read_ahead(start, length)
+        for place, start, length in zip(places, starts, lengths, strict=True):
+            self.read(out[place : place + length], start)
 
     def read_ahead(self, offset: int, size: int) -> None:
         """Ask the kernel for bytes that are read soon, without waiting for them."""
@@ -152,16 +138,15 @@ class Column:
         if isinstance(self._stored, Stored):
             numbers = np.empty(len(samples), self._stored.dtype)
             offset = self._stored.place + samples.start * numbers.itemsize
-            self._file.read([as_bytes(numbers)], offset)
+            self._file.read(as_bytes(numbers), offset)
             self._held = samples.start, numbers
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Return the numbers of these samples, (n,). Raises RunError if they cannot be read."""
         first, held = self._held
         places = indices - first
-        if not isinstance(self._stored, Stored) or (
-            places.min(initial=0) >= 0 and places.max(initial=0) < len(held)
-        ):
+        low, high = places.min(initial=0), places.max(initial=0)
+        if 0 <= low <= high < len(held) or not isinstance(self._stored, Stored):
             return held[places]
         numbers = np.empty(len(indices), self._stored.dtype)
         self._file.gather(self._stored.place, indices, as_bytes(numbers))
@@ -239,11 +224,10 @@ class Split:
             order = np.argsort(indices, kind="stable")  # file order
             parts = np.split(order, range(TASK_FILES, len(order), TASK_FILES))
 
-            def decode(places: np.ndarray) -> None:
-                self._decode(indices[places], places.tolist(), out, crops, found)
-
-            for _ in self._threads.map(decode, parts):  # raises the error of the first one
-                pass
+            for bad_files in self._threads.map(
+                lambda places: self._decode(indices[places], places.tolist(), out, crops), parts
+            ):
+                found |= bad_files
         else:
             rows = indices if self.info.rows is None else self.info.rows[indices].astype(np.int64)
             self._read_images(rows, out, self._ahead and not self._seen[indices].all())
@@ -335,11 +319,10 @@ class Split:
         if self.info.names is None:
             return ""
         names, ends = self.info.names
-        start, stop = Column(self._file, ends).take(np.array([index, index + 1])).tolist()
-        if not 0 <= start < stop <= names.shape[0]:  # no checksum covers them
-            return ""
-        data = bytearray(stop - start)
-        self._file.read([memoryview(data)], names.place + start)
+        bounds = Column(self._file, ends).take(np.array([index, index + 1]))
+        start, stop = bounds.clip(0, names.shape[0]).tolist()  # no checksum covers them
+        data = bytearray(max(0, stop - start))
+        self._file.read(memoryview(data), names.place + start)
         return data.decode("utf-8", "surrogateescape")
 
     def close(self) -> None:
@@ -375,7 +358,7 @@ class Split:
         same, stored = True, self.pack.identity
         if stored:
             there = bytearray(stored.shape[0])
-            self._file.read([memoryview(there)], stored.place)
+            self._file.read(memoryview(there), stored.place)
             same = there == self.pack.uuid.encode()
         elif self.info.probe is not None:
             same = zlib.crc32(as_bytes(self.read_probe()[1])) == self.info.probe
@@ -424,19 +407,17 @@ class Split:
         places: list[int],
         out: np.ndarray,
         crops: Sequence[Crop] | None,
-        bad: Bad,
-    ) -> None:
+    ) -> Bad:
         """Read and decode JPEG files `indices` (n,), or a crop of each, to `places` in `out`."""
         from hpctrain.data.images import BadImage, decode_jpeg
 
         assert self._offsets
-        stored, files = self.info.images, list[memoryview]()
+        stored, files, bad = self.info.images, list[memoryview](), Bad()
         ends = zip(*(self._offsets.take(indices + n).tolist() for n in (0, 1)), strict=True)
         for start, stop in ends:
             is_within = 0 <= start < stop <= stored.shape[0]
             files.append(memoryview(bytearray(stop - start if is_within else 0)))  # empty: corrupt
-            if is_within:
-                self._file.read([files[-1]], stored.place + start)
+            self._file.read(files[-1], stored.place + start * is_within)
         self._compare(indices, files, bad)
         for place, number, file in zip(places, indices.tolist(), files, strict=True):
             if number not in bad:
@@ -445,6 +426,7 @@ class Split:
                     out[place] = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
                 except BadImage as error:
                     bad[number] = f"cannot be decoded ({error})"
+        return bad
 
     def _compare(self, indices: np.ndarray, images: Sequence[Any] | np.ndarray, bad: Bad) -> None:
         """Compare the checksums of samples that are read for the first time.
@@ -482,9 +464,9 @@ def describe_first(found: Iterable[Bad]) -> str | None:
     texts = {index: text for each in found for index, text in each.items()}
     if not texts:
         return None
-    first, count = texts[min(texts)], len(texts)
+    first, count = texts[min(texts)], f" ({len(texts)} such images)" if len(texts) > 1 else ""
     hint = "; 'hpctrain pack --check' lists all that are" if first.endswith(CORRUPT) else ""
-    return first + (f" ({count} such images)" if count > 1 else "") + hint
+    return first + count + hint
 
 
 def pieces(samples: int, size: int = PIECE_ROWS) -> Iterator[np.ndarray]:

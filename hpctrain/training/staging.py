@@ -96,5 +96,5 @@ def copy(pack: Pack, target: str, share: Iterable[range]) -> None:
         for piece in share:
             doing(f"staging byte {piece.start:,}")
             data = memoryview(bytearray(len(piece)))
-            source.read([data], piece.start)
+            source.read(data, piece.start)
             write_at(file.fileno(), data, piece.start)
