@@ -129,22 +129,22 @@ class BlockOrder(Order):
 
     def count(self, shard: int) -> int:
         """Return the number of windows in a shard's epoch."""
-        return -(-len(self._bounds(shard)) // self.window_blocks)
-
-    def _bounds(self, shard: int) -> np.ndarray:
-        """Return the first sample of each block of a shard's partition and the end, (n, 2)."""
         start, stop = self.partition.start(shard), self.partition.start(shard + 1)
-        first = start - start % self.block_rows
-        bounds = np.arange(first, stop + self.block_rows, self.block_rows).clip(start, stop)
-        return np.stack([bounds[:-1], bounds[1:]], axis=1)
+        blocks = -(-stop // self.block_rows) - start // self.block_rows
+        return -(-blocks // self.window_blocks)
 
     def _blocks(self, epoch: int, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a shard's blocks in the order of an epoch, and the position after each, (n,)."""
+        """Return the first sample and the end of a shard's blocks, (n, 2), in the order of an
+        epoch, and the position after each, (n,).
+        """
 
         def make() -> tuple[np.ndarray, np.ndarray]:
-            bounds = self._bounds(shard)
-            order = Permutation(len(bounds), random_key(self.seed, "order", epoch, shard))
-            blocks = bounds[order(np.arange(len(bounds)))]
+            start, stop = self.partition.start(shard), self.partition.start(shard + 1)
+            first = start - start % self.block_rows
+            bounds = np.append(np.arange(first, stop, self.block_rows), stop).clip(start)
+            order = Permutation(len(bounds) - 1, random_key(self.seed, "order", epoch, shard))
+            chosen = order(np.arange(len(bounds) - 1))
+            blocks = np.stack([bounds[chosen], bounds[chosen + 1]], axis=1)
             return blocks, np.cumsum(blocks[:, 1] - blocks[:, 0])
 
         return self._keep_newest(("blocks", shard), epoch, make)

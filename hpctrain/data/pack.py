@@ -25,7 +25,7 @@ import math
 import os
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,19 +137,16 @@ def checksum(image: bytes | memoryview, label: int) -> int:
     return zlib.crc32(image, label)
 
 
-def make_uuid(facts: Mapping[str, Any], checksums: Iterable[tuple[str, np.ndarray]]) -> str:
+def make_uuid(facts: Mapping[str, Any], checksums: Mapping[str, np.ndarray | h5py.Dataset]) -> str:
     """Return the UUID of a pack with these attributes (`read_facts`) and checksums.
 
-    `checksums` are the names of the splits, as `ordered`, each with its checksums (n,) uint32; a
-    split may come in several parts.
+    `checksums` (N,) uint32 are by the names of the splits, as `ordered`.
     """
     digest = hashlib.sha256(json.dumps([FORMAT, VERSION, dict(facts)], sort_keys=True).encode())
-    newest = None
-    for name, part in checksums:
-        if name != newest:
-            digest.update(json.dumps(name).encode())
-            newest = name
-        digest.update(np.ascontiguousarray(part, "<u4").data)
+    for name, values in checksums.items():
+        digest.update(json.dumps(name).encode())
+        for start in range(0, len(values), HASHED):
+            digest.update(np.ascontiguousarray(values[start : start + HASHED], "<u4").data)
     return str(uuid.UUID(bytes=digest.digest()[:16]))
 
 
@@ -175,7 +172,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
             )
         facts, names = read_facts(file), ordered(name for name in file if name != "identity")
         identity = bytes(file["identity"][:]).decode()
-        if make_uuid(facts, _read_checksums(file, names)) != identity:
+        if make_uuid(facts, {name: file[f"{name}/crc32"] for name in names}) != identity:
             raise Unusable(
                 "it is corrupt: its attributes or checksums are not those that its identity was"
                 " made from; copy or pack it again"
@@ -262,14 +259,6 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
             return _is_marked(file)
     except Exception:  # of many types, for corrupt metadata
         return False
-
-
-def _read_checksums(file: h5py.File, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the checksums of the splits, in parts."""
-    for name in names:
-        stored = file[f"{name}/crc32"]
-        for start in range(0, len(stored), HASHED):
-            yield name, stored[start : start + HASHED]
 
 
 def _is_marked(file: h5py.File) -> bool:

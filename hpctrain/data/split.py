@@ -124,35 +124,6 @@ class File:
             self._descriptor = -1
 
 
-class Column:
-    """A number per sample, (N,): labels, checksums or offsets. Those of a range may be held."""
-
-    def __init__(self, file: File, stored: Stored | np.ndarray) -> None:
-        """The numbers are stored in the file, or already in memory."""
-        self._file, self._stored = file, stored
-        # The first sample and the numbers from it on. One attribute: threads may read it meanwhile.
-        self._held = 0, stored if isinstance(stored, np.ndarray) else np.empty(0, stored.dtype)
-
-    def hold(self, samples: range) -> None:
-        """Keep the numbers of `samples` in memory; drop others. Raises RunError."""
-        if isinstance(self._stored, Stored):
-            numbers = np.empty(len(samples), self._stored.dtype)
-            offset = self._stored.place + samples.start * numbers.itemsize
-            self._file.read(as_bytes(numbers), offset)
-            self._held = samples.start, numbers
-
-    def take(self, indices: np.ndarray) -> np.ndarray:
-        """Return the numbers of these samples, (n,). Raises RunError if they cannot be read."""
-        first, held = self._held
-        places = indices - first
-        low, high = places.min(initial=0), places.max(initial=0)
-        if 0 <= low <= high < len(held) or not isinstance(self._stored, Stored):
-            return held[places]
-        numbers = np.empty(len(indices), self._stored.dtype)
-        self._file.gather(self._stored.place, indices, as_bytes(numbers))
-        return numbers
-
-
 class Split:
     """The samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
 
@@ -172,19 +143,18 @@ class Split:
         """
         if name not in pack.splits:
             raise UsageError(f"{pack.path} has no split {name!r}; it has {', '.join(pack.splits)}")
-        self.pack, self.name, self.info = pack, name, pack.splits[name]
+        info = pack.splits[name]
+        self.pack, self.name = pack, name
+        self.info = info if verify else info._replace(crc32=None)
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
         self._threads: ThreadPoolExecutor | None = None  # that decode
         self._rows: Rows | None = None
-        self._held = range(0)  # samples whose numbers are in memory
+        # Samples whose numbers are in memory, and these. One attribute: threads may read it.
+        self._held: tuple[range, dict[str, np.ndarray]] = range(0), {}
         self._ahead = False  # whether `gather` asks the kernel for images before it reads them
         self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
-        info = self.info
         self._file = File(info.path, pack.sizes[info.path])
         try:
-            self._labels = Column(self._file, info.labels)
-            self._crc32 = Column(self._file, info.crc32) if verify and info.crc32 else None
-            self._offsets = Column(self._file, info.offsets) if info.offsets else None
             if info.offsets:
                 from hpctrain.data.images import Fit, decode_threads  # imports Pillow
 
@@ -251,7 +221,7 @@ class Split:
         raises RunError. Raises RunError if labels cannot be read.
         """
         self._check_indices(indices)
-        labels, classes = self._labels.take(indices).astype(np.int64), len(self.pack.classes)
+        labels, classes = self._take("labels", indices).astype(np.int64), len(self.pack.classes)
         wrong = (labels < 0) | (labels >= classes)
         if wrong.any():
             why = f"is corrupt: its label is {{}}, and there are {classes} classes"
@@ -272,19 +242,32 @@ class Split:
         The kernel is asked to read their images, too: at once if they take 1 GiB at most, else
         those of every call of `gather` when they are first read.
         """
-        if samples == self._held:
+        if samples == self._held[0]:
             return
         images, size = self.info.images, len(samples) * self.info.images.row_bytes
-        if images.offset is not None and not self._offsets:
+        if images.offset is not None and not self.info.offsets:
             self._ahead = size > MOST_AHEAD or self.info.rows is not None
             if not self._ahead:
                 self._file.read_ahead(images.offset + samples.start * images.row_bytes, size)
-        self._labels.hold(samples)
-        if self._crc32:
-            self._crc32.hold(samples)
-        if self._offsets:
-            self._offsets.hold(range(samples.start, samples.stop + 1))
-        self._held = samples
+        held: dict[str, np.ndarray] = {}
+        for name in ("labels", "crc32", "offsets"):
+            if isinstance(stored := getattr(self.info, name), Stored):
+                held[name] = np.empty(len(samples) + (name == "offsets"), stored.dtype)
+                offset = stored.place + samples.start * stored.row_bytes
+                self._file.read(as_bytes(held[name]), offset)
+        self._held = samples, held
+
+    def _take(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Return the labels, checksums or offsets of these samples, (n,). Raises RunError."""
+        (samples, held), stored = self._held, getattr(self.info, name)
+        if isinstance(stored, np.ndarray):
+            return stored[indices]
+        places = indices - samples.start
+        if name in held and 0 <= places.min(initial=0) <= places.max(initial=0) < len(held[name]):
+            return held[name][places]
+        numbers = np.empty(len(indices), stored.dtype)
+        self._file.gather(stored.place, indices, as_bytes(numbers))
+        return numbers
 
     @property
     def stored_bytes(self) -> int:
@@ -294,8 +277,7 @@ class Split:
 
     def byte_range(self, samples: range) -> range:
         """Return where these JPEG files, n > 0, lie among the bytes of the split."""
-        assert self._offsets
-        return range(*self._offsets.take(np.array([samples.start, samples.stop])).tolist())
+        return range(*self._take("offsets", np.array([samples.start, samples.stop])).tolist())
 
     def describe(self, index: int) -> str:
         """Return where a sample is stored and, if the pack says so, where it came from."""
@@ -319,7 +301,8 @@ class Split:
         if self.info.names is None:
             return ""
         names, ends = self.info.names
-        bounds = Column(self._file, ends).take(np.array([index, index + 1]))
+        bounds = np.empty(2, ends.dtype)
+        self._file.read(as_bytes(bounds), ends.place + index * ends.row_bytes)
         start, stop = bounds.clip(0, names.shape[0]).tolist()  # no checksum covers them
         data = bytearray(max(0, stop - start))
         self._file.read(memoryview(data), names.place + start)
@@ -411,9 +394,8 @@ class Split:
         """Read and decode JPEG files `indices` (n,), or a crop of each, to `places` in `out`."""
         from hpctrain.data.images import BadImage, decode_jpeg
 
-        assert self._offsets
         stored, files, bad = self.info.images, list[memoryview](), Bad()
-        ends = zip(*(self._offsets.take(indices + n).tolist() for n in (0, 1)), strict=True)
+        ends = zip(*(self._take("offsets", indices + n).tolist() for n in (0, 1)), strict=True)
         for start, stop in ends:
             is_within = 0 <= start < stop <= stored.shape[0]
             files.append(memoryview(bytearray(stop - start if is_within else 0)))  # empty: corrupt
@@ -437,11 +419,11 @@ class Split:
             return
         new = indices[~seen]
         agrees = np.ones(len(new), bool)
-        if self._crc32:
+        if self.info.crc32:
             if seen.any():
                 images = [images[place] for place in np.flatnonzero(~seen).tolist()]
-            found = [*map(checksum, images, self._labels.take(new).tolist())]
-            agrees = np.array(found, np.uint32) == self._crc32.take(new)
+            found = [*map(checksum, images, self._take("labels", new).tolist())]
+            agrees = np.array(found, np.uint32) == self._take("crc32", new)
             why = CORRUPT_COPY if self.pack.staged else CORRUPT
             bad |= dict.fromkeys(new[~agrees].tolist(), why)
         self._seen[new[agrees]] = True

@@ -114,7 +114,7 @@ class PackWriter:
             file.attrs["fit"] = np.array(fit.encode(), "S8")
             file.attrs["mean"], file.attrs["std"] = np.array(mean), np.array(std)
             file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
-            checksums = ((split, crc32[rows]) for split, rows in self._rows.items())
+            checksums = {split: crc32[rows] for split, rows in self._rows.items()}
             uuid = make_uuid(read_facts(file), checksums)
             file["identity"] = np.frombuffer(uuid.encode(), np.uint8)
 
