@@ -17,21 +17,18 @@ import uuid
 import zlib
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
 
+import h5py
 import numpy as np
 
 from hpctrain.config import split_shares
 from hpctrain.data.draws import Shares, assign, check_splits, cut, shuffled
+from hpctrain.data.hdf5 import Unusable, find_dataset, locate, open_hdf5
 from hpctrain.data.orders import random_order
-from hpctrain.data.pack import ALIASES, LAYOUTS, SPLITS, Pack, SplitInfo, Stored
+from hpctrain.data.pack import ALIASES, LAYOUTS, SPLITS, External, Pack, SplitInfo, Stored
 from hpctrain.data.partition import READ_BYTES, random_key
 from hpctrain.data.split import NOT_FINITE, Split, as_bytes
 from hpctrain.errors import RunError, UsageError
-from hpctrain.text import listed
-
-if TYPE_CHECKING:
-    import h5py
 
 DEFAULT_SPLIT = "0.9,0.1"
 UINT16_MAX = 65535.0
@@ -42,27 +39,12 @@ USUAL_CHANNELS = 4  # with more, a layout has to be given
 MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
 
 
-class External(NamedTuple):
-    """What to read of an HDF5 file of another program, and how. It is saved with networks."""
-
-    images: str  # path of a dataset; may contain "{split}": then each split has its own
-    labels: str
-    layout: str | None = None  # one of LAYOUTS; None = the usual one of so many dimensions
-    split: str | None = None  # shares as for the packer; None = 0.9,0.1
-    seed: int = 0
-    block_rows: int | None = None  # samples drawn together; 0 = one by one, stratified by class;
-    # None = a number that suits the file. Chunks are never divided.
-    max_value: float | None = None  # that images are divided by; None = 65,535 for uint16, else 1
-
-
 def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     """Check, split and identify an external file and return it as a `Pack`.
 
     Labels are mapped to 0 ... K-1 in ascending order; classes are named by their labels. Raises
     UsageError (one line that names the file and the cause).
     """
-    from hpctrain.data.hdf5 import find_dataset, locate, open_hdf5  # imports h5py
-
     path, layout, sizes = os.path.abspath(path), how.layout or "", dict[str, int]()
     found, labels = dict[str, SplitInfo](), dict[str, np.ndarray]()
     with open_hdf5(path) as file:
@@ -119,8 +101,6 @@ def find_splits(file: h5py.File, how: External) -> dict[str, str]:
 
     Without "{split}", that is {"": ""}. Raises Unusable if there are no images of train.
     """
-    from hpctrain.data.hdf5 import Unusable
-
     before, mark, after = how.images.partition("{split}")
     if not mark:
         return {"": ""}
@@ -146,8 +126,6 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
 
     Raises Unusable if it does not fit or might be another, or if images of this type are not read.
     """
-    from hpctrain.data.hdf5 import Unusable
-
     name, shape, kind = f"the images {data.name}", data.shape or (), str(data.dtype)
     size = data.id.get_type().get_size()
     if kind not in TYPES or size != data.dtype.itemsize:  # h5py names bfloat16 float32
@@ -167,8 +145,6 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
 
 def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
     """Read all labels, (N,) int64. Raises Unusable."""
-    from hpctrain.data.hdf5 import Unusable, locate
-
     locate(data, {})
     name, values = f"the labels {data.name}", data[...]
     if values.dtype.kind not in "iuf":
@@ -281,16 +257,3 @@ def _probe(pack: Pack, info: SplitInfo, is_range_known: bool) -> int:
             " takes them as they are"
         )
     return zlib.crc32(as_bytes(images))
-
-
-def images_note(pack: Pack) -> str | None:
-    """Return a note for the record on how an external file is understood, or None."""
-    if pack.external is None:
-        return None
-    height, width, channels = pack.image_shape
-    images = pack.splits["train"].images
-    return (
-        f"{images.dataset} is read as {images.shape[0]:,} images of {height} rows, {width} columns"
-        f" and {channels} channels ({pack.layout}), of {len(pack.classes):,} classes: labels"
-        f" {listed(pack.classes, 5)}"
-    )

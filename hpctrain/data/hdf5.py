@@ -77,28 +77,22 @@ def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
         _check_external(data, path, sizes)
         return found
     if kind == h5py.h5d.CHUNKED:
-        _check_chunks(data)
+        filters = [properties.get_filter(n)[0] for n in range(properties.get_nfilters())]
+        if missing := [code for code in filters if not h5py.h5z.filter_avail(code)]:
+            raise Unusable(
+                f"{name} needs HDF5's filter {missing[0]}, which is not installed: pip install"
+                " hdf5plugin may provide it"
+            )
+        grid = zip(data.shape, data.chunks, strict=True)
+        chunks, written = math.prod(-(-n // c) for n, c in grid), data.id.get_num_chunks()
+        if written != chunks:
+            raise Unusable(f"{name} is incomplete: {written:,} of {chunks:,} chunks")
         return found._replace(chunk_rows=int(data.chunks[0]))
     if kind == h5py.h5d.COMPACT:
         return found
     if (offset := data.id.get_offset()) is None:
         raise Unusable(f"{name} was never written: the file does not hold its values")
     return found._replace(offset=offset)
-
-
-def _check_chunks(data: h5py.Dataset) -> None:
-    """Raise Unusable unless all chunks were written, by filters that HDF5 has here."""
-    properties = data.id.get_create_plist()
-    for number in range(properties.get_nfilters()):
-        code, _, _, text = properties.get_filter(number)
-        if not h5py.h5z.filter_avail(code):
-            raise Unusable(
-                f"{data.name} needs HDF5's filter {code} ({text.decode('ascii', 'replace')}), which"
-                " is not installed: pip install hdf5plugin may provide it"
-            )
-    expected = math.prod(-(-n // c) for n, c in zip(data.shape, data.chunks, strict=True))
-    if (written := data.id.get_num_chunks()) != expected:
-        raise Unusable(f"{data.name} is incomplete: {written:,} of {expected:,} chunks")
 
 
 def _check_external(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> None:

@@ -89,6 +89,19 @@ class SplitInfo(NamedTuple):
     probe: int | None = None  # of an external file: `Split.probe`
 
 
+class External(NamedTuple):
+    """What to read of an HDF5 file of another program, and how. It is saved with networks."""
+
+    images: str  # path of a dataset; may contain "{split}": then each split has its own
+    labels: str
+    layout: str | None = None  # one of LAYOUTS; None = the usual one of so many dimensions
+    split: str | None = None  # shares as for the packer; None = 0.9,0.1
+    seed: int = 0
+    block_rows: int | None = None  # samples drawn together; 0 = one by one, stratified by class;
+    # None = a number that suits the file. Chunks are never divided.
+    max_value: float | None = None  # that images are divided by; None = 65,535 for uint16, else 1
+
+
 @dataclass(frozen=True)
 class Pack:
     """What is known of a pack: enough to read its samples by offset. Small and picklable.
@@ -110,7 +123,7 @@ class Pack:
     layout: str = "NHWC"  # of stored images: one of LAYOUTS
     max_value: float = 0.0  # that values are divided by; 0 = not divided
     block_rows: int = 0  # samples that lie together in an external file; 0 = in random order
-    external: dict[str, Any] | None = None  # of an external file: the arguments of `read_external`
+    external: dict[str, Any] | None = None  # of an external file: the fields of `External`
     staged: bool = False  # whether this is a copy on the host's own disk (``staging.py``)
 
     @property
@@ -229,7 +242,7 @@ def read_again(path: str | os.PathLike[str], external: dict[str, Any] | None) ->
 
     If `path` is not a pack, `read_external` is called with the arguments `external`, if given.
     """
-    from hpctrain.data.external import External, read_external
+    from hpctrain.data.external import read_external
 
     if external is None or is_pack(path):
         return read_pack(path)
@@ -248,6 +261,19 @@ def read_facts(file: h5py.File) -> dict[str, Any]:
         "std": [float(value) for value in attributes["std"]],
         "provenance": parse_json(attributes["provenance"]),
     }
+
+
+def images_note(pack: Pack) -> str | None:
+    """Return a note for the record on how an external file is understood, or None."""
+    if pack.external is None:
+        return None
+    height, width, channels = pack.image_shape
+    images = pack.splits["train"].images
+    return (
+        f"{images.dataset} is read as {images.shape[0]:,} images of {height} rows, {width} columns"
+        f" and {channels} channels ({pack.layout}), of {len(pack.classes):,} classes: labels"
+        f" {listed(pack.classes, 5)}"
+    )
 
 
 def is_pack(path: str | os.PathLike[str]) -> bool:

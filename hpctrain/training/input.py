@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpctrain.config import Config
-from hpctrain.data.external import External, read_external
 from hpctrain.data.orders import BalancedOrder, Order, make_order
-from hpctrain.data.pack import Pack, SplitInfo, read_pack
+from hpctrain.data.pack import External, Pack, SplitInfo, read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.opening import require_split
@@ -101,6 +100,8 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
         path = locate(config.data, config.cache_dir)
         if config.images is not None and config.labels is not None:
             blocks = None if config.shuffle == "blocks" else 0
+            from hpctrain.data.external import read_external  # imports h5py
+
             names = config.images, config.labels, config.layout
             options = External(*names, config.split, config.seed, blocks, config.max_value)
             return read_external(path, options)

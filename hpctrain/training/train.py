@@ -12,8 +12,7 @@ from pathlib import Path
 
 from hpctrain.cluster import LEFT
 from hpctrain.config import Config, check_settings
-from hpctrain.data.external import images_note
-from hpctrain.data.pack import Pack
+from hpctrain.data.pack import Pack, images_note
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.models import read_model, save_model

@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader
 
 from hpctrain.config import PackConfig
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.external import External, read_external
+from hpctrain.data.external import read_external
 from hpctrain.data.images import Fit, decode
 from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare
 from hpctrain.data.orders import make_order
-from hpctrain.data.pack import Pack, read_pack
+from hpctrain.data.pack import External, Pack, read_pack
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.packing.make import make_pack

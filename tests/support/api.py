@@ -144,8 +144,9 @@ __all__ += ["read_model", "save_model"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.external import External, images_note, read_external
+from hpctrain.data.external import read_external
 from hpctrain.data.images import draw_crops
+from hpctrain.data.pack import External, images_note
 from hpctrain.inference.tasks import add_noise
 
 __all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
