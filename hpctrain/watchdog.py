@@ -49,6 +49,8 @@ IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
 PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell who works
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 MOST_NAMED = 8  # ranks in a message
+#: What comes before the phase of an activity; recording and reading are parts of a step.
+PHASE = re.compile(f"^({WAITING}.+? in )?((recording|reading) )?")
 CRASH = re.compile(r"Fatal Python error: ([ -~]{1,80})")  # first line written by faulthandler
 
 
@@ -292,8 +294,7 @@ class Watchdog:
         """Write a heartbeat if one is due, and end all ranks if this one has hung."""
         now = time.monotonic()
         waited = now - self._since
-        # A phase is the same while the rank waits for others, and for all parts of a step
-        phase = re.sub(f"^{WAITING}\\w+ in |^(recording|reading) ", "", self.activity).split()[0]
+        phase = PHASE.sub("", self.activity).partition(" ")[0]
         if now - self._beaten >= self.interval or phase != self._phase:
             self._beaten, self._phase = now, phase
             self.beat()

@@ -198,8 +198,9 @@ def restore(run: Run, earlier: PreviousLaunch | None) -> list[str]:
         raise agreed(UsageError(text)) from error
     notes = [*earlier.problems, f"going on after step {state.step}"]
     here = hardware_key(trainer.message.device)
-    if run.config.deterministic and saved["key"] != here:
-        notes.append(f"begun on {saved['key']}, now on {here}: the bits may differ")
+    if saved["key"] != here:
+        note = f"begun on {saved['key']}, now on {here}"
+        notes.append(f"{note}: the bits may differ" if run.config.deterministic else note)
     best = best_file(earlier.folder, state.best.step)
     if state.best.step and not on_root(comm, has_best, best, checkpoint.best):
         notes.append(f"{best} is gone: the best of what follows is kept")

@@ -284,7 +284,7 @@ def test_another_phase_is_written_at_once(ranks, clock, exits):
         clock.now += 1
         dog.look()
         assert written() == first
-    for same in ("step 8", "recording step 8"):  # no phase of its own
+    for same in ("step 8", "recording step 8", "waiting for all in recording step 8"):
         dog.doing(same)
         dog.look()
     assert written() == "step 8"
