@@ -23,31 +23,27 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_HOME = {
-    name: module
-    for module, names in {
-        "api": ("History", "evaluate", "history", "train"),
-        "config": ("Config",),
-        "data.loader": ("Loader", "ReadOptions", "make_prepare", "read_samples"),
-        "data.orders": ("Order",),
-        "data.pack": ("read_pack",),
-        "data.partition": ("cut_epoch",),
-        "data.split": ("Split",),
-        "errors": ("RunError", "UsageError"),
-        "inference.evaluate": ("Evaluation",),
-        "inference.trained": ("Predictions", "TrainedNetwork", "load"),
-        "models": ("build",),
-        "packing.write": ("write_pack",),
-        "parallel.batchnorm": ("BatchNorms",),
-        "parallel.choose": ("choose_reduce",),
-        "parallel.message": ("Message",),
-        "parallel.mpi": ("start_mpi",),
-        "training.train": ("TrainingResult",),
-    }.items()
-    for name in names
+_NAMES = {  # of the public API, by module
+    "api": ("History", "evaluate", "history", "train"),
+    "config": ("Config",),
+    "data.loader": ("Loader", "ReadOptions", "make_prepare", "read_samples"),
+    "data.orders": ("Order",),
+    "data.pack": ("read_pack",),
+    "data.partition": ("cut_epoch",),
+    "data.split": ("Split",),
+    "errors": ("RunError", "UsageError"),
+    "inference.evaluate": ("Evaluation",),
+    "inference.trained": ("Predictions", "TrainedNetwork", "load"),
+    "models": ("build",),
+    "packing.write": ("write_pack",),
+    "parallel.batchnorm": ("BatchNorms",),
+    "parallel.choose": ("choose_reduce",),
+    "parallel.message": ("Message",),
+    "parallel.mpi": ("start_mpi",),
+    "training.train": ("TrainingResult",),
 }
 __version__ = "0.1.0"
-__all__ = sorted(_HOME)
+__all__ = sorted(name for names in _NAMES.values() for name in names)
 
 TYPE_CHECKING = False  # type checkers take it as true; importing typing takes 20 modules
 if TYPE_CHECKING:  # "as" exports a name
@@ -80,9 +76,10 @@ if TYPE_CHECKING:  # "as" exports a name
 else:  # to a type checker, every name would be known
 
     def __getattr__(name):
-        if name not in _HOME:
-            raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
-        return getattr(import_module(f"hpctrain.{_HOME[name]}"), name)
+        for module, names in _NAMES.items():
+            if name in names:
+                return getattr(import_module(f"hpctrain.{module}"), name)
+        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
 from hpctrain.plan import read_plan
-from hpctrain.report.bar import make_console
+from hpctrain.report.console import make_console
 from hpctrain.report.fields import Record, fields_marked
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import find_folder

@@ -1,7 +1,7 @@
 """Text from data: names of files, classes, runs and tensors, and all text in records.
 
 A name may contain any character. All names that are printed pass through this module: `say` and
-`printable` (rich's tables through ``console.py``).
+`printable` (rich's tables through ``report/console.py``).
 """
 
 from __future__ import annotations

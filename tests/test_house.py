@@ -15,8 +15,7 @@ MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p 
 # From the bottom up. A module imports from its own floor and from those below it, but on the
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
-    "hpctrain errors text console typed config* files fault cluster"
-    " streams watchdog data.partition",
+    "hpctrain errors text typed config* files fault cluster streams watchdog data.partition",
     "plan",
     "data* parallel* models* report*",
     "training* inference* packing*",

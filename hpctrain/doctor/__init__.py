@@ -18,7 +18,6 @@ from rich.text import Text
 
 from hpctrain.cluster import launched_rank, launcher_name
 from hpctrain.config import DoctorConfig
-from hpctrain.console import styled
 from hpctrain.doctor.findings import (
     KIB,
     MIB,
@@ -32,7 +31,7 @@ from hpctrain.doctor.findings import (
 )
 from hpctrain.doctor.machine import RankFacts, collect
 from hpctrain.errors import UsageError, first_line
-from hpctrain.report.bar import make_console
+from hpctrain.report.console import make_console, styled
 from hpctrain.text import counted, discard_stdout
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed

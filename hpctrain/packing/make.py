@@ -32,7 +32,6 @@ from rich.table import Column, Table
 
 import hpctrain
 from hpctrain.config import PackConfig, check_settings, image_size, split_shares
-from hpctrain.console import Console
 from hpctrain.data.digits import generate
 from hpctrain.data.draws import assign, check_splits, shuffled
 from hpctrain.data.images import Fit, probe
@@ -46,6 +45,7 @@ from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
 from hpctrain.packing.sources import Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
+from hpctrain.report.console import Console
 from hpctrain.text import counted, say
 
 ARCHIVE = r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$"

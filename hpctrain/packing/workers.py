@@ -134,7 +134,7 @@ def start_workers(jobs: int) -> Iterator[Run]:
     """
     from rich.progress import Progress
 
-    from hpctrain.console import Console  # a worker needs no rich
+    from hpctrain.report.console import Console  # a worker needs no rich
 
     pool, others = None, {*multiprocessing.active_children()}
     if jobs > 1:

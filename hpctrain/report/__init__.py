@@ -1,7 +1,8 @@
 """Records of a run: writing, reading, displaying and summarizing them.
 
 fields.py            the fields of a record; new fields are added here
-recorder.py          writes records during training; progress.py, bar.py, tensorboard.py show them
+recorder.py          writes records during training; progress.py and tensorboard.py show them
+console.py           what progress.py and tables are printed with
 record.py            reads records, also corrupt ones; history.py summarizes them
 find.py              finds runs and sweeps by name, and the best run of a sweep
 figures.py           common functions of figures, and the confusion matrix of plot

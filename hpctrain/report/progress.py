@@ -1,7 +1,7 @@
 """The output of a run on standard output: a header, a line per epoch and evaluation, a summary.
 
-Both modes print the same lines. "bar" also keeps a live bar below them (``bar.py``); "plain" is for
-batch logs. Everything is derived from the records.
+Both modes print the same lines. "bar" also keeps a live bar below them (``console.py``); "plain" is
+for batch logs. Everything is derived from the records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.report.step_stats import whole_percents
 from hpctrain.text import counted, discard_stdout, say
 
 if TYPE_CHECKING:
-    from hpctrain.report.bar import Bar
+    from hpctrain.report.console import Bar
 
 Record = dict[str, Any]
 BEGAN = {"done": "Done in", "stopped": "Stopped after", "preempted": "Preempted after"}
@@ -87,7 +87,7 @@ class Display:
         self._start = time.monotonic()
         self._latest = {}
         if self._wants_bar and self._bar is None:
-            from hpctrain.report.bar import Bar
+            from hpctrain.report.console import Bar
 
             self._bar = Bar()
         first, *others = header_lines(record)
@@ -168,7 +168,7 @@ class Display:
 def _wants_bar(progress: str) -> bool:
     if progress == "plain":
         return False
-    from hpctrain.report.bar import dumb_terminal, terminal_columns
+    from hpctrain.report.console import dumb_terminal, terminal_columns
 
     if dumb_terminal():
         return False

@@ -41,7 +41,7 @@ def print_evaluation(
 
     `loss` is the name of the loss of a network that restores images.
     """
-    from hpctrain.report.bar import make_console  # imports rich, which most ranks do not need
+    from hpctrain.report.console import make_console  # imports rich, which most ranks do not need
 
     console, classes = make_console(), told_apart(classes)
     if confusion is None:
@@ -90,7 +90,7 @@ def _ratio(part: int, whole: int) -> str:
 def _confusion_table(confusion: Confusion, classes: tuple[str, ...]) -> Table:
     from rich.table import Table
 
-    from hpctrain.console import styled
+    from hpctrain.report.console import styled
 
     table = Table(title="Confusion matrix: true class by row, predicted class by column")
     table.add_column("")

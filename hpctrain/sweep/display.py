@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.live import Live
 from rich.table import Table
 
-from hpctrain.console import Console
-from hpctrain.report.bar import dumb_terminal, output_width, terminal_columns
+from hpctrain.report.console import Console, dumb_terminal, output_width, terminal_columns
 from hpctrain.report.find import compared_by_accuracy
 from hpctrain.report.history import UNKNOWN, Metrics, RunHistory
 from hpctrain.sweep.folder import FAILED, NetworkResult

@@ -9,7 +9,7 @@ import sys
 
 from hpctrain.config import WatchConfig
 from hpctrain.errors import UsageError
-from hpctrain.report.bar import dumb_terminal
+from hpctrain.report.console import dumb_terminal
 from hpctrain.report.find import all_names
 from hpctrain.text import say
 from hpctrain.watch.drawing import status_line

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpctrain.console import Console
 from hpctrain.errors import Failure
+from hpctrain.report.console import Console
 from scripts.benchmarks.against import compare_packages
 from scripts.benchmarks.cases import CASES
 from scripts.benchmarks.harness import Options, machine_lines

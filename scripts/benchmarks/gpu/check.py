@@ -94,7 +94,7 @@ def make_folder(output: Path | None) -> Path:
 
 def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
     """Run the rows, print and write their results; return the exit code."""
-    from hpctrain.console import Console, styled
+    from hpctrain.report.console import Console, styled
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     blind = options.rehearse != "cpu" and torch.cuda.device_count() == 0

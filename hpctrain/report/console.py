@@ -1,4 +1,4 @@
-"""The live bar: find the terminal and its width, and draw two lines on it.
+"""The console: it prints text from data as it is, in the width of the terminal, and a live bar.
 
 A launcher stands between rank 0 and the terminal. Open MPI gives each rank a pty of its own, so
 that ``isatty`` is true even if mpirun's output goes to a file. That pty has width 0; with older
@@ -12,16 +12,42 @@ import os
 import stat
 import sys
 import time
+from typing import Any
 
+from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from hpctrain.console import Console, styled
+from hpctrain.text import printable
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "hydra")  # beginnings of their names
 UNKNOWN_WIDTH = 100  # columns of a bar if the width of the output is unknown
 SHORTEST_WAIT, LONGEST_WAIT = 0.2, 2.0  # seconds from one drawing to the next
 COST_RATIO = 1000  # between these bounds, that wait in units of the last drawing's duration
+
+
+class Console(RichConsole):
+    """Prints strings, also in tables, without interpreting markup or emoji codes in them.
+
+    Control characters, including newlines, are printed as escapes. Text with a style or with
+    several lines must be a ``rich.text.Text`` made by `styled`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Convert a string to rich's Text; rich calls this for every string to print."""
+        return super().render_str(printable(text, self.encoding, newlines=False), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error; rich would exit the process, and thereby end the training."""
+        raise
+
+
+def styled(text: str, style: str = "", encoding: str = "utf-8") -> Text:
+    """Return text with a style, control characters as escapes."""
+    return Text(printable(text, encoding), style)
 
 
 def dumb_terminal() -> bool:
