@@ -91,3 +91,14 @@ def test_memory_is_that_of_the_named_gpu_whichever_is_current(cupy, whose):
     env = {"HPCTRAIN_EMULATED_GPUS": "2", "HPCTRAIN_EMULATED_CUPY": cupy}
     done = run([sys.executable, "-c", SECOND], 100, env, ROOT)
     assert done.returncode == 0 and f"('{whose}'," in done.stdout, done.stdout + done.stderr
+
+
+def test_a_run_goes_on_on_another_device_unless_its_bits_are_promised(folder):
+    for name, flags, code in (("any", [], 0), ("same", ["--deterministic"], 2)):
+        words = ["train", "--data", str(folder / "pack.h5"), "--runs-dir", str(folder / "runs")]
+        words += ["--batch-size", "32", "--threads", "1", "--run", name, *flags]
+        begun = launch([*words, "--device", "cuda", "--epochs", "1"], timeout=200)
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        done = launch([*words, "--device", "cpu", "--epochs", "2"], timeout=200)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("begun with device cuda, not cpu" in done.stderr) == (code == 2)

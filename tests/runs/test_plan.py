@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain import Config, UsageError
-from tests.support.api import Facts, assign_shards, check_memory, resolve_plan
+from tests.support.api import Facts, assign_shards, check_memory, extend_plan, resolve_plan
 
 FACTS = Facts(
     ranks=4,
@@ -132,6 +132,14 @@ def test_the_digest_is_of_all_that_a_run_keeps_and_of_nothing_of_the_launch():
     changes += [{"deterministic": True}, {"label_smoothing": 0.1}]
     digests = {plan(**change).digest() for change in ({}, *changes)}
     assert len(digests) == 1 + len(changes)
+
+
+def test_a_later_launch_may_have_more_epochs_and_another_device_unless_bits_count():
+    longer = extend_plan(plan(GPUS), Config(epochs=200), FACTS)
+    assert longer == dataclasses.replace(plan(GPUS), epochs=200)
+    assert extend_plan(longer, Config(epochs=3), FACTS) == longer
+    with pytest.raises(UsageError, match="begun with device cuda, not cpu"):
+        extend_plan(plan(GPUS, deterministic=True), Config(deterministic=True), FACTS)
 
 
 def test_global_order_says_what_it_keeps_of_all_samples_before_it_does(monkeypatch):

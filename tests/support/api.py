@@ -154,7 +154,8 @@ __all__ += ["images_note", "read_external"]
 
 # What a run is: the plan that follows from settings and facts
 from hpctrain.plan import Facts, read_plan
+from hpctrain.plan import extend as extend_plan
 from hpctrain.plan import resolve as resolve_plan
 from hpctrain.training.input import check_memory
 
-__all__ += ["Facts", "check_memory", "read_plan", "resolve_plan"]
+__all__ += ["Facts", "check_memory", "extend_plan", "read_plan", "resolve_plan"]
