@@ -1,14 +1,11 @@
 """Decode image files to (H, W, C) uint8: any file that is packed, and JPEG files of packs.
 
-A file is decoded in these steps:
-
 1. Decode with Pillow: only formats that are decoded in this process (not EPS, which starts a
    program), and only the first of several frames. A JPEG much larger than requested is decoded at
-   1/2, 1/4 or 1/8 scale, but never below twice the requested size: on pictures of 12 megapixels
-   this is three times as fast, and differs from full decoding by 0.4 gray levels on average, by 4
-   at most.
+   1/2, 1/4 or 1/8 scale, never below twice the requested size: on 12 megapixels this is three times
+   as fast, and differs from full decoding by 0.4 gray levels on average, by 4 at most.
 2. Convert to gray or RGB: palettes and CMYK become RGB (a palette of grays becomes gray), 16-bit
-   gray is scaled by 1/257, and transparent pixels are blended over black, so transparent is 0.
+   gray is scaled by 1/257, and transparent pixels are blended over black.
 3. Resize with a bilinear filter that is widened when shrinking (no aliasing): stretch the whole
    image, or crop it first to its largest centred part of the right proportions (``crop``).
 4. Apply the EXIF orientation.

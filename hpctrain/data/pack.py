@@ -169,7 +169,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     Raises UsageError (one line that names the file and the cause) if the file is missing, not a
     pack, truncated, corrupt, incomplete or of another format.
     """
-    from hpctrain.data.hdf5 import Unusable, find_dataset, locate, open_hdf5  # imports h5py
+    from hpctrain.data.external import Unusable, find_dataset, locate, open_hdf5  # imports h5py
 
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
@@ -210,7 +210,7 @@ def _read_split(
     path: str, group: h5py.Group, shape: tuple[int, ...], is_encoded: bool
 ) -> SplitInfo:
     """Read where the datasets of a split are stored. Raises Unusable."""
-    from hpctrain.data.hdf5 import Unusable, find_dataset, locate
+    from hpctrain.data.external import Unusable, find_dataset, locate
 
     def place(name: str, dtype: str, *shape: int) -> Stored:
         """Return a dataset in one piece, of this type and shape; by default of any length."""

@@ -4,7 +4,7 @@
     pack of pixels                   raw     offset + i * image bytes
     pack of JPEG files               jpeg    bytes offsets[i] to offsets[i + 1]
     external HDF5 file, contiguous   raw     offset + rows[i] * image bytes
-    external HDF5 file, otherwise    h5py    row rows[i] (``hdf5.py``)
+    external HDF5 file, otherwise    h5py    row rows[i] (``external.py``)
 
 So a contiguous dataset of any HDF5 file is read like a pack: at an offset, by preadv(2), without
 HDF5. This holds neither the library's lock nor the interpreter's, takes 1 to 2 microseconds per
@@ -33,7 +33,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
-    from hpctrain.data.hdf5 import Rows
+    from hpctrain.data.external import Rows
     from hpctrain.data.images import Crop
 
 READ_AHEAD = 128 << 10  # bytes of one request; Linux may read only so much of a longer one
@@ -163,7 +163,7 @@ class Split:
                 self._fit = Fit(width, height, channels, crop=pack.fit == "crop")
                 self._threads = decode_threads(threads)
             elif info.images.offset is None:
-                from hpctrain.data.hdf5 import Rows  # imports h5py
+                from hpctrain.data.external import Rows  # imports h5py
 
                 self._rows = Rows(info.path, info.images, pack.sizes)
             self._check_identity()
