@@ -56,10 +56,8 @@ def check_data(config: Config, pack: Pack) -> None:
     """Raise UsageError for settings that do not fit the pack."""
     height, width, _ = pack.image_shape
     if not 0 <= config.shift < min(height, width):  # else nothing of an image could be left
-        raise UsageError(
-            f"--shift is {config.shift}; images of {width}x{height} allow 0 to"
-            f" {min(height, width) - 1}"
-        )
+        allowed = f"images of {width}x{height} allow 0 to {min(height, width) - 1}"
+        raise UsageError(f"--shift is {config.shift}; {allowed}")
     if config.random_crop and not pack.fit:
         raise UsageError(
             f"--random-crop cuts JPEG files as they are decoded, but {pack.path} holds pixels: pack"
@@ -90,26 +88,24 @@ def require_validation(pack: Pack, needs: Mapping[str, object]) -> None:
             )
 
 
-def open_pack(config: Config, split: str, comm: Comm) -> Pack:
-    """Open the pack, or the file of --images, on rank 0 for all ranks. Collective.
+def open_pack(config: Config, comm: Comm) -> Pack:
+    """Open the pack, or the file of --images, on rank 0 for all ranks. Collective."""
+    return on_root(comm, find_pack, config)
 
-    Rank 0 finds (or makes) and checks it.
-    """
 
-    def find() -> Pack:
-        path = locate(config.data, config.cache_dir)
-        if config.images is not None and config.labels is not None:
-            blocks = None if config.shuffle == "blocks" else 0
-            from hpctrain.data.external import read_external  # imports h5py
+def find_pack(config: Config) -> Pack:
+    """Find (or make), check and open the pack, or the file of --images (rank 0)."""
+    path = locate(config.data, config.cache_dir)
+    if config.images is not None and config.labels is not None:
+        from hpctrain.data.external import read_external  # imports h5py
 
-            names = config.images, config.labels, config.layout
-            options = External(*names, config.split, config.seed, blocks, config.max_value)
-            return read_external(path, options)
-        pack = read_pack(path)
-        require_split(pack, split)
-        return pack
-
-    return on_root(comm, find)
+        blocks = None if config.shuffle == "blocks" else 0
+        names = config.images, config.labels, config.layout
+        options = External(*names, config.split, config.seed, blocks, config.max_value)
+        return read_external(path, options)
+    pack = read_pack(path)
+    require_split(pack, "train")
+    return pack
 
 
 def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:

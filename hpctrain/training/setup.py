@@ -60,7 +60,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     this order. Raises the same error on all ranks.
     """
     # Data and device
-    pack = open_pack(config, "train", comm)
+    pack = open_pack(config, comm)
     with on_all(comm):
         check_data(config, pack)
         train = Split(pack, "train", verify=config.verify)
@@ -186,17 +186,13 @@ def find_class_weights(given: str | None, train: Split) -> tuple[float, ...]:
     if given == "balanced":
         counts = train.count_classes()
         if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-            raise UsageError(
-                f"{setting}: no training image is of class {listed(empty, 3)}, so its weight would"
-                " be infinite: give a number for each class"
-            )
+            none = f"no training image is of class {listed(empty, 3)}: its weight would be infinite"
+            raise UsageError(f"{setting}: {none}; give a number for each class")
         return tuple((counts.sum() / (len(classes) * counts)).tolist())
     weights = class_weights(given)
     if len(weights) != len(classes):
-        raise UsageError(
-            f"{setting}: these are {len(weights)} weights, and the data has {len(classes)} classes:"
-            f" {listed(classes)}"
-        )
+        has = f"the data has {len(classes)} classes: {listed(classes)}"
+        raise UsageError(f"{setting}: these are {len(weights)} weights, and {has}")
     return weights
 
 

@@ -5,6 +5,7 @@ mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 from hpctrain.cluster import LEFT
 from hpctrain.config import Config, check_settings
 from hpctrain.data.pack import Pack, images_note
-from hpctrain.errors import Failure, RunError
+from hpctrain.errors import RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.models import read_model, save_model
 from hpctrain.parallel.device import explain_errors, torch_settings
@@ -102,8 +103,7 @@ def run_training(
         started("setting up")
         earlier = on_root(comm, find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
-            pack = open_pack(config, "train", comm)
-            return on_root(comm, say_finished, earlier, pack)
+            return on_root(comm, say_finished, earlier, open_pack(config, comm))
         config = earlier.config if earlier else config
         precision = earlier.plan.precision if earlier else config.precision
         stack.enter_context(torch_settings(precision, config.deterministic))
@@ -114,8 +114,7 @@ def run_training(
             lines = describe_plan(config, run.facts, run.plan, run.shards)
             on_root(comm, say, "\n".join([*lines, *notes]))
             return TrainingResult(None, "planned")
-        wants = {"on_evaluation": on_evaluation}
-        on_root(comm, require_validation, run.pack, wants)
+        on_root(comm, require_validation, run.pack, {"on_evaluation": on_evaluation})
         restored = restore(run, earlier)
         stack.enter_context(open_run(run, earlier, lock, times, on_evaluation))
         for note in (*restored, *run.notes, *filter(None, (times.note, images_note(run.pack)))):
@@ -185,19 +184,15 @@ def open_run(
 
 @contextmanager
 def together(comm: Comm) -> Iterator[None]:
-    """Wait for all ranks at the end: rank 0 may still be writing. Collective."""
-    failure = None
+    """Wait for all ranks at the end, unless one fails alone: rank 0 may be writing. Collective."""
     try:
         yield
-    except Failure as error:
-        if not error.agreed:
-            raise
-        failure = error
-    doing("ending")
-    with waiting():
-        comm.Barrier()
-    if failure is not None:
-        raise failure
+    finally:
+        error = sys.exc_info()[1]
+        if error is None or getattr(error, "agreed", False):
+            doing("ending")
+            with waiting():
+                comm.Barrier()
 
 
 def save_all(run: Run) -> None:
