@@ -57,7 +57,7 @@ def tree(numbers: int, ranks: int) -> Traffic:
 
 
 def bfloat16(numbers: int, ranks: int) -> Traffic:
-    """Return the traffic of --comm-dtype bf16: an Alltoall and an Allgather of blocks."""
+    """Return the traffic of --comm-dtype bf16: a slice to and from each other rank."""
     return Traffic(2 * (ranks - 1), (1 - 1 / ranks) * numbers * BYTES)
 
 

@@ -31,14 +31,15 @@ from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
 
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
-MPI_TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
-NCCL_TYPES = {torch.uint8: 1, torch.float32: 7, torch.float64: 8}  # ncclDataType_t
+PACKED_BYTES = 1 << 20  # most in a message of several vectors: packing more takes too long
+MPI_TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+NCCL_TYPES = {torch.float32: 7, torch.float64: 8}  # ncclDataType_t
 NCCL_SUM = 0  # ncclRedOp_t
 Messages = Sequence[tuple[int, list[torch.Tensor]]]  # other ranks, and the vectors of a message
 
 
 class Transport:
-    """Sums and moves contiguous vectors of float32, float64 or bytes. All calls are collective.
+    """Sums and moves contiguous vectors of float32 or float64. All calls are collective.
 
     Other types raise KeyError. This base class is for a single rank, which sends nothing.
     """
@@ -55,9 +56,6 @@ class Transport:
         A message consists of vectors, of the same lengths where it is received. Those from one rank
         are received in the order in which it sends them.
         """
-
-    def allgather(self, vector: torch.Tensor) -> None:
-        """Send this rank's block of `vector` to all ranks, and receive theirs in `vector`."""
 
 
 class HostMemory(Transport):
@@ -85,22 +83,15 @@ class HostMemory(Transport):
             if not kind.is_predefined:
                 kind.Free()
 
-    def allgather(self, vector: torch.Tensor) -> None:
-        if vector.nbytes <= self._largest * self.comm.size:
-            self.comm.Allgather(MPI.IN_PLACE, self._buffer(vector))
-            return
-        blocks, own = vector.tensor_split(self.comm.size), self.comm.rank
-        others = [rank for rank in range(self.comm.size) if rank != own]
-        self.exchange([(r, [blocks[own]]) for r in others], [(r, [blocks[r]]) for r in others])
-
     def _to_mpi(self, messages: Messages) -> list[tuple[list[Any], int]]:
         """Return messages for mpi4py, each with the rank that it goes to or comes from.
 
-        Several vectors are one message, which MPI packs while it sends.
+        Several short vectors are one message, which MPI packs while it sends.
         """
         found = []
         for rank, vectors in messages:
-            if len(vectors) > 1 and sum(vector.nbytes for vector in vectors) <= self._largest:
+            size = sum(vector.nbytes for vector in vectors)
+            if len(vectors) > 1 and size <= min(PACKED_BYTES, self._largest):
                 places = [vector.data_ptr() for vector in vectors]
                 lengths, kind = [len(vector) for vector in vectors], MPI_TYPES[vectors[0].dtype]
                 together = kind.Create_hindexed(lengths, places).Commit()
@@ -184,15 +175,6 @@ class Pinned(HostMemory):
         for vector, part in copies[sent:]:
             vector.copy_(part, non_blocking=True)
 
-    def allgather(self, vector: torch.Tensor) -> None:
-        host = self._host_memory(vector.data_ptr(), len(vector), vector)
-        size = len(vector) // self.comm.size
-        own = slice(size * self.comm.rank, size * (self.comm.rank + 1))
-        host[own].copy_(vector[own], non_blocking=True)
-        record_event(vector.device).synchronize()
-        super().allgather(host)
-        vector.copy_(host, non_blocking=True)
-
     def _host_memory(self, address: int, length: int, like: torch.Tensor) -> torch.Tensor:
         """Return host memory for vectors at an address, the same in each call."""
         key = address, length, like.dtype
@@ -237,12 +219,6 @@ class Nccl(Transport):
                         call(*_numbers(vector), rank, self._comm, _stream(vector))
         finally:  # a group that is left open would swallow all later calls
             self._nccl.ncclGroupEnd()
-        self._check()
-
-    def allgather(self, vector: torch.Tensor) -> None:
-        own, *kind = _numbers(vector.tensor_split(self.comm.size)[self.comm.rank])
-        place, *_ = _numbers(vector)
-        self._nccl.ncclAllGather(own, place, *kind, self._comm, _stream(vector))
         self._check()
 
     def _check(self) -> None:

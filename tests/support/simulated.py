@@ -32,14 +32,6 @@ class SimulatedRank(Transport):
             for vector, values in zip(vectors, arrived, strict=True):
                 vector.copy_(values)
 
-    def allgather(self, vector):
-        blocks = vector.split(len(vector) // self.comm.size)
-        others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
-        own = blocks[self.comm.rank]
-        self.exchange(
-            [(peer, [own]) for peer in others], [(peer, [blocks[peer]]) for peer in others]
-        )
-
 
 def on_simulated_ranks(size, work):
     """Return what ``work(transport)`` returns on each of `size` ranks."""

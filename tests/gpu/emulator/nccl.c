@@ -419,24 +419,8 @@ Result ncclRecv(void *to, size_t count, int type, int peer, Comm *comm, void *st
     return queue((Call){comm, stream, RECV, NULL, to, count, type, peer, NULL});
 }
 
-/* One block of each rank to each rank, `apart` bytes from one to the next where it is sent. */
-static Result blocks(char *from, size_t apart, char *to, size_t count, int type, Comm *comm,
-                     void *stream) {
-    Result code = ncclGroupStart();
-    for (int peer = 0; !code && peer < comm->size; peer++) {
-        code = ncclSend(from + peer * apart, count, type, peer, comm, stream);
-        if (!code) code = ncclRecv(to + peer * count * width(type), count, type, peer, comm, stream);
-    }
-    Result ended = ncclGroupEnd();
-    return code ? code : ended;
-}
-
-Result ncclAllGather(void *from, void *to, size_t count, int type, Comm *comm, void *stream) {
-    return blocks(from, 0, to, count, type, comm, stream);
-}
-
 #define ABSENT(name) Result name(void) { return fail(INTERNAL_ERROR, #name " is not played"); }
-ABSENT(ncclAlltoAll) ABSENT(ncclBcast) ABSENT(ncclBroadcast)
+ABSENT(ncclAllGather) ABSENT(ncclAlltoAll) ABSENT(ncclBcast) ABSENT(ncclBroadcast)
 ABSENT(ncclCommDeregister) ABSENT(ncclCommInitAll) ABSENT(ncclCommInitRankConfig)
 ABSENT(ncclCommInitRankScalable) ABSENT(ncclCommMemStats) ABSENT(ncclCommRegister)
 ABSENT(ncclCommResume) ABSENT(ncclCommShrink) ABSENT(ncclCommSplit) ABSENT(ncclCommSuspend)
