@@ -7,7 +7,7 @@
   own strides. After a backward pass one operation adds all gradients that torch computed;
   accumulating them in place would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
-* scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
+* scalars: one number each (`Totals`), summed over ranks, or computed from the sum afterwards, as
   `skipped` is.
 * seconds: two numbers per rank, of computation and of waiting for data. Only that rank sets them,
   so the sum leaves them unchanged.
@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import zeros_for_messages
-from hpctrain.streams import Event, Snapshot, record_event
+from hpctrain.streams import Snapshot, record_event
 
 ALIGNMENT = 64  # elements
 
@@ -63,14 +62,43 @@ class Segment(NamedTuple):
         return torch.as_strided(flat, self.shape, self.stride, self.offset)
 
 
-@dataclass(frozen=True)
 class Layout:
-    """The parameters of a model as segments of one flat vector."""
+    """The trainable parameters of a model as segments of one flat vector, tied ones once."""
 
-    segments: tuple[Segment, ...]
-    length: int
-    dtype: torch.dtype
-    groups: tuple[tuple[Group, slice], ...]  # with their ranges in the vector, which they fill
+    def __init__(self, model: nn.Module, groups: Mapping[str, Group] | None = None) -> None:
+        """`groups` gives the group of each parameter by name; None = one group.
+
+        Raises UsageError for mixed types.
+        """
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise UsageError("the model has no parameter to train")
+        dtypes = {parameter.dtype for parameter in trained.values()}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise UsageError(
+                f"the model's parameters mix types ({names}): use one, float32 or float64"
+            )
+        members: dict[Group, list[tuple[int, str]]] = {}
+        for number, name in enumerate(trained):
+            group = groups[name] if groups else Group()
+            members.setdefault(group, []).append((number, name))
+        rates = list(dict.fromkeys(group.lr_scale for group in members))
+        self.dtype = dtypes.pop()
+        self.segments: list[Segment] = []
+        self.groups: list[tuple[Group, slice]] = []  # with their ranges of the vector
+        self.length = 0
+        # Groups of one learning rate are next to each other, the smallest weight decay first: with
+        # --no-decay these are the small ones, whose gradients become ready last (overlap.py).
+        for group in sorted(members, key=lambda g: (rates.index(g.lr_scale), g.weight_decay)):
+            start = self.length
+            for number, name in members[group]:
+                # Dense strides: those of a slice of a larger tensor would reach into the next.
+                stride = torch.empty_like(trained[name], device="meta").stride()
+                shape = trained[name].shape
+                self.segments.append(Segment(name, number, self.length, shape, stride))
+                self.length += -(-shape.numel() // ALIGNMENT) * ALIGNMENT
+            self.groups.append((group, slice(start, self.length)))
 
     def digest(self) -> str:
         """Return a hash of names, shapes, strides and type; ranks can sum only if it is equal."""
@@ -78,73 +106,11 @@ class Layout:
         return hashlib.sha256(f"{text} {self.dtype}".encode()).hexdigest()[:16]
 
 
-def lay_out(model: nn.Module, groups: Mapping[str, Group] | None = None) -> Layout:
-    """Lay out the trainable parameters, tied ones once. Raises UsageError for mixed types.
-
-    `groups` gives the group of each parameter by name; None = one group.
-    """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise UsageError("the model has no parameter to train")
-    dtypes = {parameter.dtype for parameter in trained.values()}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(d) for d in dtypes))
-        raise UsageError(f"the model's parameters mix types ({names}): use one, float32 or float64")
-    members: dict[Group, list[tuple[int, str]]] = {}
-    for number, name in enumerate(trained):
-        group = groups[name] if groups else Group()
-        members.setdefault(group, []).append((number, name))
-    rates = list(dict.fromkeys(group.lr_scale for group in members))
-    # Groups of one learning rate are next to each other, the smallest weight decay first: with
-    # --no-decay these are the small ones, whose gradients become ready last of all (overlap.py).
-    ordered = sorted(members, key=lambda g: (rates.index(g.lr_scale), g.weight_decay))
-    segments, length, found = [], 0, []
-    for group in ordered:
-        start = length
-        for number, name in members[group]:
-            # Dense strides: those of a slice of a larger tensor would reach into the next segment.
-            stride = torch.empty_like(trained[name], device="meta").stride()
-            segments.append(Segment(name, number, length, trained[name].shape, stride))
-            length += -(-trained[name].numel() // ALIGNMENT) * ALIGNMENT
-        found.append((group, slice(start, length)))
-    return Layout(tuple(segments), length, dtypes.pop(), tuple(found))
-
-
-def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
-    """Move the parameters into one flat vector, of which they become views, and return it.
-
-    The optimizer updates the vector (one fused kernel instead of one per parameter), and the model
-    sees the change. `model.to(...)` undoes this, so set device and memory format first.
-    """
-    parameters = dict(model.named_parameters())
-    device = parameters[layout.segments[0].name].device
-    flat = torch.zeros(layout.length, dtype=layout.dtype, device=device)
-    with torch.no_grad():
-        for segment in layout.segments:
-            view = segment.of(flat)
-            view.copy_(parameters[segment.name])
-            parameters[segment.name].data = view
-    return nn.Parameter(flat)
-
-
-# Scalars by name, with the type as which they are read; counts of requesting ranks are integers.
-SCALARS: dict[str, type[int] | type[float]] = {
-    "loss": float,
-    "correct": int,
-    "rows": int,
-    "irregular": int,
-    "stop": int,
-    "preempted": int,
-    "save": int,
-    "skipped": int,
-    "weight": float,
-}
-
-
 class Totals(NamedTuple):
     """The reduced message after the moments, by name; equal on all ranks except `own`."""
 
     loss: float  # sum over samples, with --class-weights weighted
+    weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
     correct: int
     rows: int
     irregular: int  # batch-norm layers that did not run exactly once
@@ -152,7 +118,6 @@ class Totals(NamedTuple):
     preempted: int
     save: int
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
-    weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
     compute: np.ndarray  # seconds by rank
     data: np.ndarray  # seconds waiting for data, by rank
     own: float  # sum of the losses of this rank
@@ -168,6 +133,26 @@ class Totals(NamedTuple):
         return self.loss / (self.weight or self.rows)
 
 
+SCALARS = Totals._fields[:-3]  # two sums, then counts
+
+
+class Report:
+    """The reduced message after the moments, being copied to the host."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.ended = record_event(numbers.device, timing=True)  # complete once the copy is there
+        self._copy = Snapshot(numbers)
+
+    def totals(self) -> Totals:
+        """Wait for the copy and return the totals."""
+        numbers = self._copy.array()
+        scalars: dict[str, Any] = dict(zip(SCALARS, numbers.tolist(), strict=False))
+        for name in SCALARS[2:]:
+            scalars[name] = round(scalars[name]) if math.isfinite(scalars[name]) else 0
+        compute, data = numbers[len(SCALARS) : -1].reshape(-1, 2).T
+        return Totals(**scalars, compute=compute, data=data, own=float(numbers[-1]))
+
+
 class Message:
     """The flat buffer of one model on one rank, `tensor`."""
 
@@ -181,44 +166,41 @@ class Message:
     ) -> None:
         """Lay out a model with `channels` batch-norm channels for `rank` of `size`.
 
-        The model's parameters become views of `weights`, one flat parameter for the optimizer,
-        whose gradient is `gradients`. With several `groups` (by parameter, see `lay_out`), `groups`
-        holds a view of it for each, for the optimizer.
+        The model's parameters become views of `weights`, one flat parameter whose gradient is
+        `gradients`: an optimizer updates it in one operation. `groups` (by parameter's name) are
+        updated separately: `self.groups` holds a view of it for each. `model.to(...)` undoes this,
+        so set device and memory format first.
         """
-        self.layout = lay_out(model, groups)
-        self.device = next(model.parameters()).device
-        parts = [self.layout.length, 2 * channels, len(SCALARS), 2 * size]
-        self.buffer = zeros_for_messages(sum(parts) + 1, self.layout.dtype, self.device)
+        self.layout = layout = Layout(model, groups)
+        named = dict(model.named_parameters())
+        self.parameters = [named[segment.name] for segment in layout.segments]
+        self.device = self.parameters[0].device
+        parts = [layout.length, 2 * channels, len(SCALARS), 2 * size]
+        self.buffer = zeros_for_messages(sum(parts) + 1, layout.dtype, self.device)
         self.tensor = self.buffer[:-1]
         self.gradients, moments, self.scalars, seconds = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
-        self._reported = self.buffer[-sum(parts[2:]) - 1 :]
+        self._reported = self.buffer[sum(parts[:2]) :]
         self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
         self.skipped = self.scalar["skipped"]
         self._seconds = list(seconds.view(size, 2)[rank].unbind())
-        # the loss in the scalars and the loss of this rank: one operation adds to both
-        start = self.scalar["loss"].storage_offset()
-        apart = self.buffer[-1].storage_offset() - start
-        self._losses = self.buffer.as_strided((2,), (apart,), start)
-        self.weights = flatten_parameters(model, self.layout)
+        # the loss in the scalars, and that of this rank: one operation adds to both
+        self._losses = self._reported[:: len(self._reported) - 1]
+        self._poison = torch.zeros((), dtype=layout.dtype, device=self.device)  # 0 or NaN
+
+        self.weights = nn.Parameter(torch.zeros_like(self.gradients))
         self.weights.grad = self.gradients
-        self.groups = [(self.weights, group) for group, _ in self.layout.groups]
-        if len(self.groups) > 1:
-            self.groups = [
-                (nn.Parameter(self.weights.data[span]), group) for group, span in self.layout.groups
-            ]
-            for (weights, _), (_, span) in zip(self.groups, self.layout.groups, strict=True):
-                weights.grad = self.gradients[span]
-        self._poison = torch.zeros((), dtype=self.layout.dtype, device=self.device)  # 0 or NaN
-        self.parameters = dict(model.named_parameters())  # by name, frozen ones too
-        self._views = [
-            (self.parameters[segment.name], segment.of(self.gradients))
-            for segment in self.layout.segments
-        ]
-        self._addresses = [parameter.data_ptr() for parameter, _ in self._views]
-        self._checks_left = 2  # the second sees what the first step did
-        for parameter, _ in self._views:
+        for parameter, segment in zip(self.parameters, layout.segments, strict=True):
+            parameter.data = segment.of(self.weights.data).copy_(parameter.detach())
             parameter.grad = None
+        views = [segment.of(self.gradients) for segment in layout.segments]
+        self._views = list(zip(self.parameters, views, strict=True))
+        self.groups: list[tuple[nn.Parameter, Group]] = []
+        for group, span in layout.groups:
+            weights = nn.Parameter(self.weights.data[span])
+            weights.grad = self.gradients[span]
+            self.groups.append((weights, group))
+        self._checks_left = 2  # the second sees what the first step did
 
     def zero(self) -> None:
         """Zero the message at the start of a step.
@@ -229,18 +211,18 @@ class Message:
         self.buffer.zero_()
         if self._checks_left == 0:
             return
-        for number, (parameter, _) in enumerate(self._views):
-            if parameter.data_ptr() != self._addresses[number]:
+        self._checks_left -= 1
+        for parameter, segment in zip(self.parameters, self.layout.segments, strict=True):
+            if parameter.data_ptr() != segment.of(self.weights.data).data_ptr():
                 raise RuntimeError(
-                    f"{self.layout.segments[number].name} is no longer a view of the message's"
-                    " weights: to() was called on the model, or its data replaced"
+                    f"{segment.name} is no longer a view of the message's weights: to() was called"
+                    " on the model, or its data replaced"
                 )
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of {self.layout.segments[number].name} is not in the message:"
-                    " call add_gradients() after each backward()"
+                    f"the gradient of {segment.name} is not in the message: call add_gradients()"
+                    " after each backward()"
                 )
-        self._checks_left -= 1
 
     @torch.no_grad()
     def add_gradients(self, numbers: Sequence[int] | None = None) -> None:
@@ -306,31 +288,8 @@ class Message:
 
     def report(self) -> Report:
         """Copy the reduced message after the moments to the host asynchronously."""
-        ended = record_event(self.device, timing=True)  # complete once the copy has arrived
-        return Report(ended, Snapshot(self._reported))
+        return Report(self._reported)
 
     def totals(self) -> Totals:
         """Read the reduced message after the moments (synchronizes with the device)."""
         return self.report().totals()
-
-
-class Report(NamedTuple):
-    """The reduced message after the moments, being copied to the host."""
-
-    ended: Event
-    snapshot: Snapshot
-
-    def totals(self) -> Totals:
-        """Wait for the copy and return the totals."""
-        numbers = self.snapshot.array()
-        first, seconds = numbers[: len(SCALARS)], numbers[len(SCALARS) : -1]
-        scalars: dict[str, Any] = {
-            name: _whole(number) if kind is int else number
-            for (name, kind), number in zip(SCALARS.items(), first.tolist(), strict=True)
-        }
-        compute, data = seconds.reshape(-1, 2).T
-        return Totals(**scalars, compute=compute, data=data, own=float(numbers[-1]))
-
-
-def _whole(number: float) -> int:
-    return round(number) if math.isfinite(number) else 0

@@ -65,7 +65,7 @@ class Overlapped(Reduce):
         # the parameters in each part, by their number in the layout
         self._members = [[n for n, s in enumerate(segments) if s.offset in span] for span in spans]
         self._hooks = [
-            message.parameters[segments[number].name].register_post_accumulate_grad_hook(
+            message.parameters[number].register_post_accumulate_grad_hook(
                 partial(self._complete, part, number)
             )
             for part, members in enumerate(self._members)
