@@ -37,9 +37,9 @@ _NAMES = {  # of the public API, by module
     "models": ("build",),
     "packing.write": ("write_pack",),
     "parallel.batchnorm": ("BatchNorms",),
-    "parallel.choose": ("choose_reduce",),
     "parallel.message": ("Message",),
     "parallel.mpi": ("start_mpi",),
+    "parallel.overlap": ("choose_reduce",),
     "training.train": ("TrainingResult",),
 }
 __version__ = "0.1.0"
@@ -69,9 +69,9 @@ if TYPE_CHECKING:  # "as" exports a name
     from hpctrain.models import build as build
     from hpctrain.packing.write import write_pack as write_pack
     from hpctrain.parallel.batchnorm import BatchNorms as BatchNorms
-    from hpctrain.parallel.choose import choose_reduce as choose_reduce
     from hpctrain.parallel.message import Message as Message
     from hpctrain.parallel.mpi import start_mpi as start_mpi
+    from hpctrain.parallel.overlap import choose_reduce as choose_reduce
     from hpctrain.training.train import TrainingResult as TrainingResult
 else:  # to a type checker, every name would be known
 

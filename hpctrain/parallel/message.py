@@ -52,11 +52,6 @@ class Segment(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
-    @property
-    def span(self) -> slice:
-        """Its elements, without the padding that aligns the next parameter."""
-        return slice(self.offset, self.offset + self.shape.numel())
-
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view of `flat` that is this parameter (or its gradient, or its momentum)."""
         return torch.as_strided(flat, self.shape, self.stride, self.offset)
@@ -121,11 +116,6 @@ class Totals(NamedTuple):
     compute: np.ndarray  # seconds by rank
     data: np.ndarray  # seconds waiting for data, by rank
     own: float  # sum of the losses of this rank
-
-    @property
-    def finite(self) -> bool:
-        """Whether the step counts: no sum was NaN or infinite."""
-        return not self.skipped
 
     @property
     def mean_loss(self) -> float:

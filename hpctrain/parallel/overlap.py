@@ -27,8 +27,10 @@ import torch
 
 from hpctrain.errors import RunError
 from hpctrain.parallel.message import Layout, Message
-from hpctrain.parallel.mpi import check_threads
-from hpctrain.parallel.reduce import Reduce
+from hpctrain.parallel.mpi import Comm, check_threads
+from hpctrain.parallel.reduce import Bfloat16Reduce, Reduce
+from hpctrain.parallel.transport import HostMemory, Pinned, Transport
+from hpctrain.parallel.tree import TreeReduce
 from hpctrain.streams import Event, new_stream, record_event, use_stream
 
 
@@ -73,9 +75,7 @@ class Overlapped(Reduce):
         ]
         self._thread = ThreadPoolExecutor(1, "overlap")
         self._stream = new_stream(message.device)
-        self._sent = 0  # number of parts, in this step
-        self._last: Future[None] = Future()  # of the part that was sent last
-        self._last.set_result(None)
+        self._sums: list[Future[None]] = []  # of the parts that were sent in this step
         self.begin([])
 
     def begin(self, shards: Sequence[int]) -> None:
@@ -87,7 +87,7 @@ class Overlapped(Reduce):
         """Accumulate what the message holds after this rank has processed `shard`."""
         *segments, rest = self._parts
         if self._shards == [shard]:
-            while self._sent < len(segments):
+            while len(self._sums) < len(segments):
                 self._send(shard)
         else:
             for part in segments:
@@ -97,11 +97,11 @@ class Overlapped(Reduce):
 
     def __call__(self) -> None:
         """Send the remaining parts; the current stream waits for all sums. Collective."""
-        while self._sent < len(self._parts):
+        while len(self._sums) < len(self._parts):
             self._send(None)
-        self._last.result()
+        self._sums[-1].result()
         record_event(self._message.device, stream=self._stream).wait()
-        self._sent = 0
+        self._sums = []
 
     def close(self) -> None:
         """Remove the hooks and end the thread, without waiting for sums in progress."""
@@ -111,7 +111,7 @@ class Overlapped(Reduce):
 
     def _complete(self, part: int, number: int, parameter: torch.Tensor) -> None:
         """Hook of a parameter, called when backward has accumulated its gradient."""
-        if part < self._sent:
+        if part < len(self._sums):
             raise RunError(
                 f"the gradient of {self._message.layout.segments[number].name} grew after it was"
                 " summed: a layer is used by two backward passes within the one (reentrant"
@@ -119,20 +119,55 @@ class Overlapped(Reduce):
             )
         self._missing[part].discard(number)
         if len(self._shards) == 1:
-            while self._sent < len(self._members) and not self._missing[self._sent]:
-                self._message.add_gradients(self._members[self._sent])
+            while (sent := len(self._sums)) < len(self._members) and not self._missing[sent]:
+                self._message.add_gradients(self._members[sent])
                 self._send(self._shards[0])
 
     def _send(self, shard: int | None) -> None:
         """Queue the sum of the next part, after accumulating `shard` into it, if given."""
-        now, before = record_event(self._message.device), self._last
-        self._last = self._thread.submit(self._sum, self._parts[self._sent], shard, now, before)
-        self._sent += 1
+        part, ready = self._parts[len(self._sums)], record_event(self._message.device)
+        self._sums.append(self._thread.submit(self._sum, part, shard, ready, self._sums[-1:]))
 
-    def _sum(self, part: Reduce, shard: int | None, ready: Event, before: Future[None]) -> None:
-        before.result()  # after a failure nothing is sent: the others wait for that part
+    def _sum(
+        self, part: Reduce, shard: int | None, ready: Event, before: list[Future[None]]
+    ) -> None:
+        for each in before:
+            each.result()  # after a failure nothing is sent: the others wait for that part
         with use_stream(self._stream):
             ready.wait()
             if shard is not None:
                 part.accumulate(shard)
             part()
+
+
+def choose_reduce(
+    comm: Comm,
+    message: Message,
+    runs: Sequence[range] | None = None,
+    comm_dtype: str = "fp32",
+    transport: Transport | None = None,
+    overlap: int = 0,
+) -> Reduce:
+    """Make the reduction for this message; by default one Allreduce.
+
+    With `runs`, the shards that each rank carries, it sums in tree order. With `comm_dtype` "bf16",
+    gradients are sent in half the bytes. `overlap` is the largest number of gradient segments that
+    are summed while backward runs. The default `transport` is MPI, from a GPU through pinned host
+    memory. Raises UsageError if the reduction is not possible.
+    """
+    on_gpu, length = message.device.type == "cuda", message.layout.length
+    way = transport or (Pinned(comm) if on_gpu else HostMemory(comm))
+
+    def over(span: range) -> Reduce:
+        vector = message.tensor[span.start : span.stop]
+        if runs is not None:
+            return TreeReduce(way, vector, runs)
+        if comm_dtype == "bf16":
+            return Bfloat16Reduce(way, vector, len(range(span.start, min(span.stop, length))))
+        return Reduce(way, vector)
+
+    if not overlap:
+        return over(range(len(message.tensor)))
+    spans = cut(message.layout, overlap)
+    rest = range(length, len(message.tensor))
+    return Overlapped(message, spans, [over(span) for span in (*spans, rest)])

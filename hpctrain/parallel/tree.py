@@ -43,7 +43,7 @@ and those that it receives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
@@ -108,9 +108,8 @@ def schedule(rank: int, runs: Sequence[range], length: int) -> list[Round]:
     rounds, group = [], range(len(runs))
     while len(group) > 1:
         parts = divide(starts, group)
-        orders = [order(starts, part) for part in parts]
-        before = {peer: own for each in orders for peer, own in slices(each, length)}
-        after = dict(slices(take_turns(orders), length))
+        before = {peer: own for part in parts for peer, own in slices(starts, part, length).items()}
+        after = slices(starts, group, length)
         sends = [
             (peer, numbers)
             for peer in group
@@ -142,28 +141,24 @@ def divide(starts: Sequence[int], group: range) -> list[range]:
     return sorted(parts, key=len, reverse=True)
 
 
+def slices(starts: Sequence[int], group: range, length: int) -> dict[int, range]:
+    """Return the slice of a vector that each rank of a group owns."""
+    ranks = order(starts, group)
+    borders = [length * place // len(ranks) for place in range(len(ranks) + 1)]
+    return dict(zip(ranks, map(range, borders, borders[1:]), strict=True))
+
+
 def order(starts: Sequence[int], group: range) -> list[int]:
-    """Return the ranks of a group in the order of their slices."""
+    """Return the ranks of a group in the order of their slices: those of its parts take turns."""
     if len(group) == 1:
         return [*group]
-    return take_turns([order(starts, part) for part in divide(starts, group)])
-
-
-def take_turns(orders: Sequence[Sequence[int]]) -> list[int]:
-    """Return the first ranks of all parts, then the second ones, and so on."""
-    return [rank for turn in zip_longest(*orders) for rank in turn if rank is not None]
-
-
-def slices(ranks: Sequence[int], length: int) -> Iterator[tuple[int, range]]:
-    """Yield ranks with their slices of a vector, in the order of both."""
-    for place, rank in enumerate(ranks):
-        yield rank, range(length * place // len(ranks), length * (place + 1) // len(ranks))
+    turns = zip_longest(*(order(starts, part) for part in divide(starts, group)))
+    return [rank for turn in turns for rank in turn if rank is not None]
 
 
 def overlap(a: range, b: range) -> range:
     """Return the numbers that are in both ranges."""
-    lo, hi = max(a.start, b.start), min(a.stop, b.stop)
-    return range(lo, max(lo, hi))
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def plan_sum(

@@ -122,7 +122,7 @@ def note_unused(run: Run) -> None:
     """Note the parameters whose gradient was zero in the last step, if any."""
     message = run.trainer.message
     segments = message.layout.segments
-    reached = torch.stack([message.gradients[each.span].any() for each in segments]).tolist()
+    reached = torch.stack([each.of(message.gradients).any() for each in segments]).tolist()
     names = [each.name for each, used in zip(segments, reached, strict=True) if not used]
     if names:
         run.recorder.note(
@@ -209,7 +209,7 @@ def check(run: Run, totals: Totals, pending: PendingStep) -> None:
     """
     step, rows = pending.step, pending.rows
     where = f"step {step} (epoch {run.progress.epoch + 1})"
-    if not totals.finite:
+    if totals.skipped:
         if bad := describe_first(allgather(run.comm, pending.bad)):
             raise agreed(NonFinite(f"{bad}; the weights of step {step - 1}, before it, are kept"))
         what, ranks = "the gradient", ""

@@ -23,10 +23,10 @@ from hpctrain.data.loader import Batch
 from hpctrain.inference.tasks import Task
 from hpctrain.models import as_bytes
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import hardware_key, seed_torch
 from hpctrain.parallel.message import Message, Report
 from hpctrain.parallel.mpi import check_equal_on_all, on_all
+from hpctrain.parallel.overlap import choose_reduce
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
