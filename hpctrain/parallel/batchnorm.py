@@ -27,28 +27,16 @@ torch's own, and one copies them back. Only statistics are pooled: normalisation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hpctrain.errors import UsageError
-
-
-def tracked_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the batch-norm layers in training mode that keep running statistics, by name."""
-    layers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise UsageError(
-                f"{name} is a SyncBatchNorm, which needs torch.distributed: use BatchNorm;"
-                " hpctrain pools its statistics"
-            )
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
-            layers[name] = module
-    return layers
 
 
 class Probe(NamedTuple):
@@ -68,131 +56,117 @@ class BatchNorms:
         Sets the momentum of the layers to 1; their own is kept here.
         """
         self.model, self.mode = model, mode
-        self.layers = tracked_layers(model)
-        layers = list(self.layers.values())
-        self.sizes = [layer.num_features for layer in layers]
-        self.channels = sum(self.sizes)
-        some = next(model.parameters())
-        for layer in layers:
-            if layer.num_batches_tracked is None:
-                layer.num_batches_tracked = torch.tensor(0, device=some.device)
+        self.layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and module.track_running_stats and module.training
+        }
+        layers, phi = self.layers.values(), []
+        for name, layer in self.layers.items():
+            if isinstance(layer, nn.SyncBatchNorm):
+                raise UsageError(
+                    f"{name} is a SyncBatchNorm, which needs torch.distributed: use BatchNorm;"
+                    " hpctrain pools its statistics"
+                )
+            phi.append(-1.0 if layer.momentum is None else layer.momentum)
+            layer.momentum = 1.0
+        sizes = [layer.num_features for layer in layers]
+        self.channels = sum(sizes)
         means, variances, self._calls = (
             [getattr(layer, name) for layer in layers]
             for name in ("running_mean", "running_var", "num_batches_tracked")
         )
         self._buffers = means + variances
-        self._own = {b.untyped_storage().data_ptr() for b in (*self._buffers, *self._calls)}
-        some = means[0] if layers else some
+        like = means[0] if layers else next(model.parameters())
         # running means and variances, and the shift: what a step updates
-        self._state = torch.zeros(3, self.channels, dtype=some.dtype, device=some.device)
+        self._state = like.new_zeros(3, self.channels)
         self.running, self.shift = self._state[:2], self._state[2]  # (2, C), (C,)
-        self._places = [v for row in self.running.unbind() for v in row.split(self.sizes)]
+        self._places = [v for row in self.running.unbind() for v in row.split(sizes)]
         # num_batches_tracked by layer, and its value after a forward pass
-        self._counts = torch.zeros(2, len(layers), dtype=torch.int64, device=some.device)
+        self._counts = torch.zeros(2, len(layers), dtype=torch.int64, device=like.device)
         self.updates, self._expected = self._counts.unbind()
-        self._make_room()
         self._updates = self.updates.unbind()
-        # phi; negative = cumulative average (momentum None)
-        phi = [-1.0 if layer.momentum is None else layer.momentum for layer in layers]
-        for layer in layers:
-            layer.momentum = 1.0
-        self._of_layer = torch.repeat_interleave(
-            torch.arange(len(layers)), torch.tensor(self.sizes, dtype=torch.int64)
-        ).to(some.device)
-        self.momentum = self._state.new_tensor(phi)[self._of_layer]
-        self._cumulative = min(phi, default=0.0) < 0
-        self._weights = torch.ones_like(self._state)  # with which a step updates `_state`
-        self._weights[:2] = self.momentum
-        self.elements = torch.ones(self.channels, dtype=torch.int64, device=some.device)
+        self._of_layer = torch.repeat_interleave(self.updates.new_tensor(sizes))
+        self.elements = torch.ones_like(self._of_layer)  # values per sample, by channel
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.read()
+        self._weights = torch.ones_like(self._state)  # with which a step updates `_state`
+        self._weights[:2] = self._state.new_tensor(phi)[self._of_layer]
+        self._cumulative = self._weights[0] < 0  # momentum None: a cumulative average
+        self._any_cumulative = min(phi, default=0.0) < 0
+        # the weight of the variance between shards, unless it is 1
+        self._between = self._weights[0] if mode == "running" else torch.zeros_like(self.shift)
 
-    def _make_room(self) -> None:
-        """Allocate memory for the computations of a step, and its views, which take time too."""
-        # Rows, for the last forward pass: batch mean and variance, distance of the mean from the
-        # shift, Bessel's factor, distance times its weight, second term. In this order, pairs of
-        # rows are operands of single operations.
-        self._work = self._state.new_ones(6, self.channels)
-        _, _, _, self._factor, self._weighed, self._second = self._work
-        self._gathered, self._mean = self._work[:2].view(-1), self._work[0].expand(2, -1)
-        self._distances, self._terms = self._work[2:5:2], self._work[2:6:3]
-        self._values, self._by = self._work[1:3], self._work[3:5]
+        # Memory and views of it, which are operations too, for the computations of a step. Rows,
+        # for the last forward pass: batch mean and variance, distance of the mean from the shift,
+        # Bessel's factor, distance times its weight, second term. In this order, pairs of rows are
+        # operands of single operations.
+        work = self._state.new_ones(6, self.channels)
+        self._mean, _, _, self._factor, self._weighed, self._second = work
+        self._gathered, self._values, self._by = work[:2].view(-1), work[1:3], work[3:5]
+        self._distances, self._terms = work[2:5:2], work[2:6:3]
         self._factor_rows = 0  # number of samples that Bessel's factor is for
+        self._shift = self.shift.expand(2, -1)
         self._target = torch.zeros_like(self._state)  # towards which a step moves `_state`
         self._means, self._variance = self._target[0::2], self._target[1]
-        self._shift = self.shift.expand(2, -1)
-        self._split = (self.running, self.running[0], self._shift, self.running[1])  # see `merge`
+        self._moments = self.running, self.running[0], self.running[1]  # see `merge`
+        self.read()
 
-    def _gather(self) -> None:
-        """Copy the model's buffers into `_work`."""
-        if self._buffers:
-            torch.cat(self._buffers, out=self._gathered)
+    def owns(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer of the model is a running statistic of a tracked layer."""
+        return any(buffer is own for own in (*self._buffers, *self._calls))
 
     def probe(self, forward: Callable[[], object], rows: int) -> Probe:
-        """Run one training forward pass of `rows` samples, and restore all buffers."""
+        """Run one training forward pass of `rows` samples, and restore all buffers.
+
+        Raises UsageError for layers whose statistics cannot be pooled.
+        """
         before = {n: b.clone() for n, b in self.model.named_buffers() if not self.owns(b)}
-        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, _BatchNorm)}
-        inputs: dict[str, list[int]] = {name: [] for name in layers}
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda layer, args, name=name: inputs[name].append(
-                    args[0].numel() // layer.num_features
-                )
-            )
-            for name, layer in layers.items()
-        ]
+        values: dict[nn.Module, list[int]] = defaultdict(list)  # per channel, of each call
+
+        def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if isinstance(module, _BatchNorm):
+                values[module].append(inputs[0].numel() // module.num_features)
+
         try:
-            for buffer in self._buffers:
-                buffer.zero_()  # 0 x NaN would remain NaN
-            with torch.no_grad():
+            with torch.no_grad(), register_module_forward_pre_hook(note):
                 forward()
-            self._gather()
-            means = self._work[0].to("cpu", copy=True)
+            if self._buffers:
+                torch.cat(self._buffers, out=self._gathered)
+            means = self._mean.to("cpu", copy=True)
         except ValueError as error:  # torch raises it for a single value per channel
             raise UsageError(f"the model cannot learn from {rows} images: {error}") from error
         finally:
-            for hook in hooks:
-                hook.remove()
             self.restore()
         for name, buffer in self.model.named_buffers():
-            old = before.get(name)
-            if old is not None and old.shape == buffer.shape and not torch.equal(old, buffer):
+            old = before.get(name, buffer)
+            if old.shape == buffer.shape and not torch.equal(old, buffer):
                 buffer.copy_(old)
-        single = any(calls == [rows] and layers[name].training for name, calls in inputs.items())
-        return Probe(means, list(self._elements_per_row(inputs, rows)), 2 if single else 1)
-
-    def owns(self, held: object) -> bool:
-        """Whether a value that a module holds is a running statistic of a tracked layer."""
-        if not isinstance(held, torch.Tensor) or held.layout != torch.strided:
-            return False
-        return held.untyped_storage().data_ptr() in self._own
-
-    def _elements_per_row(self, inputs: dict[str, list[int]], rows: int) -> Iterator[int]:
-        for name in self.layers:
-            calls = inputs[name]
-            if len(calls) != 1:
+        elements = []
+        for name, layer in self.layers.items():
+            if len(values[layer]) != 1:
                 raise UsageError(
-                    f"batch-norm layer {name} runs {len(calls)} times in one forward pass: its"
-                    " statistics can be combined only if it runs once (no checkpointing)"
+                    f"batch-norm layer {name} runs {len(values[layer])} times in one forward pass:"
+                    " its statistics can be combined only if it runs once (no checkpointing)"
                 )
-            if calls[0] % rows:
+            each, left = divmod(values[layer][0], rows)
+            if left:
                 raise UsageError(
-                    f"batch-norm layer {name} sees {calls[0]} values a channel for {rows} rows:"
-                    " its statistics can be combined only if every row brings as many"
+                    f"batch-norm layer {name} sees {values[layer][0]} values a channel for {rows}"
+                    " rows: its statistics can be combined only if every row brings as many"
                 )
-            yield calls[0] // rows
+            elements.append(each)
+        single = any(calls == [rows] and layer.training for layer, calls in values.items())
+        return Probe(means, elements, 2 if single else 1)
+
+    def start(self, probe: Probe) -> None:
+        """Set the shift and the values per sample from a probe, equal on all ranks."""
+        self.shift.copy_(probe.means)
+        self.elements = self.updates.new_tensor(probe.elements)[self._of_layer]
 
     def irregular(self) -> list[str]:
         """Return the layers that did not run exactly once since the buffers were restored."""
         own = zip(self.layers, self._calls, self._expected, strict=True)
         return [name for name, calls, expected in own if calls != expected]
-
-    def start(self, probe: Probe) -> None:
-        """Set the shift and the values per sample from a probe, equal on all ranks."""
-        self.shift.copy_(probe.means)
-        self.elements.copy_(torch.tensor(probe.elements, dtype=torch.int64)[self._of_layer.cpu()])
-        self._factors.clear()
-        self._factor_rows = 0
 
     def collect(self, into: torch.Tensor, rows: int, total: int) -> torch.Tensor | int:
         """Add the moments of a shard's forward pass to the message's segment `into`, (2, C).
@@ -203,10 +177,10 @@ class BatchNorms:
         if not self.channels:
             return 0
         self._forwards += 1
-        self._gather()
+        torch.cat(self._buffers, out=self._gathered)
         torch.sub(self._mean, self._shift, out=self._distances)
         if self.mode != "exact":
-            self._weighed.mul_(self._weight() if self.mode == "running" else 0.0)
+            self._weighed.mul_(self._between)
         elif rows != self._factor_rows:
             self._factor.copy_(self._bessel(rows)[0])
             self._factor_rows = rows
@@ -226,13 +200,6 @@ class BatchNorms:
             self._factors[rows] = remove.to(self._state.dtype), apply.to(self._state.dtype)
         return self._factors[rows]
 
-    def _weight(self) -> torch.Tensor | float:
-        """phi by channel; 1 / (number of this update) if momentum is None."""
-        if not self._cumulative:
-            return self.momentum
-        average = 1.0 / (self.updates[self._of_layer] + 1).to(self._state.dtype)
-        return torch.where(self.momentum < 0, average, self.momentum)
-
     def merge(self, summed: torch.Tensor, rows: int, finite: torch.Tensor) -> None:
         """Update the running statistics from the reduced moments (2, C) of `rows` samples.
 
@@ -240,19 +207,15 @@ class BatchNorms:
         """
         if not self.channels:
             return
-        if summed is not self._split[0]:  # views are operations too
-            self._split = (summed, summed[0], summed[0].expand(2, -1), summed[1])
-        _, first, both, second = self._split
-        torch.add(self._shift, both, out=self._means)
+        if summed is not self._moments[0]:
+            self._moments = summed, summed[0], summed[1]
+        _, first, second = self._moments
+        torch.add(self._shift, first, out=self._means)
         if self.mode == "exact":
             torch.sub(second, first * first, out=self._variance)
             self._variance.clamp_(min=0).mul_(self._bessel(rows)[1])
-        elif self.mode == "running":
-            torch.sub(second, self._weight() * first * first, out=self._variance)
         else:
-            self._variance.copy_(second)
-        if self._cumulative:
-            self._weights[:2] = self._weight()
+            torch.sub(second, self._between * first * first, out=self._variance)
         updated = torch.lerp(self._state, self._target, self._weights)
         torch.where(finite, updated, self._state, out=self._state)
         self._counts += finite
@@ -260,10 +223,9 @@ class BatchNorms:
 
     def read(self) -> None:
         """Take the running statistics from the model's buffers."""
-        self._gather()
-        self.running.copy_(self._work[:2])
-        for own, calls in zip(self._updates, self._calls, strict=True):
-            own.copy_(calls)
+        if self.layers:
+            torch._foreach_copy_(self._places, self._buffers)
+            torch._foreach_copy_(self._updates, self._calls)
         self.restore()
 
     def restore(self) -> None:
@@ -275,4 +237,7 @@ class BatchNorms:
         if self.layers:
             torch._foreach_copy_(self._buffers, self._places)
             torch._foreach_copy_(self._calls, self._updates)
+        if self._any_cumulative:  # the weight of the next update is 1 / its number
+            average = 1.0 / (self.updates[self._of_layer] + 1).to(self._state.dtype)
+            torch.where(self._cumulative, average, self._weights[:2], out=self._weights[:2])
         self._forwards = 0  # since the buffers last held the running statistics
