@@ -215,10 +215,7 @@ REFUSAL = "does not have a deterministic implementation"  # torch's words
 
 def processor_name() -> str:
     """Return the processor's name, family and model: "AMD EPYC 9654 96-Core Processor (25.17)"."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
     if "model name" not in found:
         return platform.processor() or platform.machine()
@@ -231,12 +228,12 @@ def hardware_key(device: torch.device) -> str:
     These are torch, the processor and the instruction set that torch uses on it; on a GPU also its
     model, CUDA and cuDNN (ROCm and MIOpen).
     """
-    parts = [f"torch {torch.__version__}", processor_name()]
-    parts.append(torch.backends.cpu.get_cpu_capability())
+    cpu = processor_name(), torch.backends.cpu.get_cpu_capability()
+    parts = [f"torch {torch.__version__}", *cpu]
     if device.type == "cuda":
-        parts.append(torch.cuda.get_device_name(device))
         name = "MIOpen" if torch.version.hip else "cuDNN"
-        parts.append(f"{built_for()}, {name} {torch.backends.cudnn.version()}")
+        parts += [torch.cuda.get_device_name(device), built_for()]
+        parts.append(f"{name} {torch.backends.cudnn.version()}")
     return ", ".join(parts)
 
 
