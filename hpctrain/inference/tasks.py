@@ -125,9 +125,8 @@ def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
     "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
     normal deviate of standard deviation `level` is added and the sum clamped to [0, 1].
 
-    The noise depends on `key`, shape and device alone. A GPU draws other numbers than the CPU, and
-    GPUs of different models may differ, too: torch spreads the counter of its generator over the
-    threads that a GPU has.
+    The noise depends on `key`, shape and device alone. GPUs draw other numbers than CPUs, and those
+    of another model may draw others, too.
     """
     generator = torch.Generator(images.device).manual_seed(key)
     draw = torch.randn if kind == "gaussian" else torch.rand

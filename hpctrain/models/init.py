@@ -44,8 +44,7 @@ class InitialWeights:
     entry: str  # of the file, in which the tensors lie; empty: the file itself
     prefix: str  # which their names had
     tensors: int  # of the network, without batch counters
-    fresh: dict[str, int]  # tensors of the classifier that keep their values, and the classes of
-    # the file's; 0 if it has none
+    fresh: dict[str, int]  # tensors of the classifier, which keep their values: the file's classes
     adapted: dict[str, int]  # first convolutions, and the channels of the file's
     left_out: tuple[str, ...]  # tensors of the file
     scaling: Scaling | None  # of its images; None: the file does not say
@@ -53,14 +52,13 @@ class InitialWeights:
     def __str__(self) -> str:
         """Return one line: what was loaded, replaced, and left out."""
         place = f"{self.entry} of {self.path}" if self.entry else self.path
-        loaded = f"{self.tensors - len(self.fresh)} of {self.tensors} tensors loaded"
-        text = f"--init {place}: {loaded}"
+        text = f"--init {place}: {self.tensors - len(self.fresh)} of {self.tensors} tensors loaded"
         if self.prefix:
             text += f", their names without {self.prefix!r}"
         if self.fresh:
-            theirs = max(self.fresh.values()) or "no"
-            text += f"; the classifier starts fresh ({theirs} classes in the file): "
-            text += listed(self.fresh, 3)
+            classes = max(self.fresh.values()) or "no"
+            text += f"; the classifier starts fresh ({classes} classes in the file)"
+            text += f": {listed(self.fresh, 3)}"
         if self.adapted:
             text += f"; adapted to the channels of the images: {listed(self.adapted)}"
         if self.left_out:

@@ -27,8 +27,7 @@ class DigitsNet(nn.Module):
         super().__init__()
         height, width, channels = image_shape
         if min(height, width) < 5:
-            text = "the digits network needs images of at least 5x5 pixels"
-            raise UsageError(f"{text}; these are {width}x{height}")
+            raise UsageError(f"the digits network needs 5x5 pixels at least, not {width}x{height}")
         self.conv1 = nn.Conv2d(channels, 20, kernel_size=5, bias=False)
         self.bn1 = nn.BatchNorm2d(20)
         self.conv2 = nn.Conv2d(20, 20, kernel_size=3, padding=1, bias=False)
@@ -51,15 +50,12 @@ class DigitsNet(nn.Module):
         return F.linear(x.flatten(1), weight, self.fc.bias)  # (N, classes)
 
 
-WIDTHS = (32, 64)  # channels at 1/2 and 1/4 of the size
-
-
 class Autoencoder(nn.Module):
     """Images (N, C, H, W) -> images of the same shape; `classes` is not used."""
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
-        channels, (half, quarter) = image_shape[2], WIDTHS
+        channels, half, quarter = image_shape[2], 32, 64  # at the size, at 1/2 and 1/4 of it
         self.encoder = nn.Sequential(
             *_normalized(nn.Conv2d(channels, half, 4, stride=2, padding=1, bias=False)),
             *_normalized(nn.Conv2d(half, quarter, 4, stride=2, padding=1, bias=False)),

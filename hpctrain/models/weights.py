@@ -1,8 +1,8 @@
 """Tensors and metadata as safetensors files: networks and checkpoints.
 
-Reading the format executes no code (https://github.com/huggingface/safetensors). Its own library
-reads the files. They are written here, as a stream into a file of ours: the library's writer makes
-a temporary file of its own, with other permissions, that stays if the process is killed.
+Reading the format executes no code (https://github.com/huggingface/safetensors). Its library reads
+the files. They are written here, as a stream: the library makes a temporary file of its own, which
+has other permissions and stays if the process is killed, or holds everything in memory once more.
 
 A file has two metadata entries: "hpctrain", a JSON object, and "hpctrain.sha256", the SHA-256 of
 that text and of each tensor, sorted by name: "NAME F32 (2, 3)" and its values. A file of weights

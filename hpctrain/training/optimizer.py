@@ -180,8 +180,7 @@ def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
     found = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
     if not found:
         tops = listed(dict.fromkeys(name.partition(".")[0] for name in names), 12)
-        text = f"{flag} {pattern}: no name in the network matches; the network has {tops}"
-        raise UsageError(text)
+        raise UsageError(f"{flag} {pattern}: no name in the network matches; it has {tops}")
     return found
 
 

@@ -53,9 +53,8 @@ def probe_model(
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)
     check_task(task, model, inputs, targets)
-    checked = partial(
-        checked_output, model, output=output_shape(config.task, source.image_shape, task.classes)
-    )
+    shape = output_shape(config.task, source.image_shape, task.classes)
+    checked = partial(checked_output, model, output=shape)
 
     def forward(inputs: Tensor) -> Tensor:
         return network_output(checked, inputs, task.precision).detach()

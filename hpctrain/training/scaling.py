@@ -29,8 +29,7 @@ def choose_scaling(
         return earlier.scaling, ""
     if config.normalize == "imagenet":
         if channels != 3:
-            text = f"--normalize imagenet is for images of 3 channels; these have {channels}"
-            raise UsageError(f"{text}: use unit or pack")
+            raise UsageError(f"--normalize imagenet needs 3 channels, not {channels}: use pack")
         return (IMAGENET_MEAN, IMAGENET_STD), ""
     if config.normalize == "pack":
         if not all(std > 0 for std in pack.std):

@@ -64,7 +64,6 @@ class Trainer:
         """
         comm, model = transport.comm, norms.model
         self.model, self.norms = model, norms
-
         with on_all(comm):
             groups = parameter_groups(model, config)
             self.message = message = Message(model, norms.channels, comm.rank, comm.size, groups)
@@ -164,8 +163,8 @@ class Trainer:
                 if isinstance(value, Tensor):
                     found[f"optimizer.{group}{name}"] = value
         found |= {f"norms.{n}": getattr(self.norms, n) for n in ("running", "shift", "updates")}
-        names = ("ema.weights", "ema.running")
-        found |= {name: own for name, (own, _) in zip(names, self.averages, strict=False)}
+        if self.averages:
+            found["ema.weights"], found["ema.running"] = (own for own, _ in self.averages)
         model = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
         model |= {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
         return found | {f"model.{name}": tensor for name, tensor in model.items()}

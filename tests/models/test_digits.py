@@ -35,7 +35,7 @@ def test_forward_for_any_image_shape(shape: tuple[int, int, int]) -> None:
 
 
 def test_too_small_an_image_is_refused_with_numbers() -> None:
-    with pytest.raises(hp.UsageError, match="at least 5x5 pixels; these are 7x4"):
+    with pytest.raises(hp.UsageError, match="5x5 pixels at least, not 7x4"):
         hp.build("digits", (4, 7, 1), 10)
 
 
