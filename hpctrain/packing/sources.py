@@ -48,9 +48,6 @@ NO_SPLIT = NO_GROUP = -1
 PLAIN, STORED, DEFLATED, UNREADABLE = range(4)  # kinds of slices
 GZIP, ZIP, OTHER_COMPRESSION = b"\x1f\x8b", b"PK", (b"BZh", b"\xfd7zXZ")
 
-# Names, classes, labels, splits, groups and the number of ignored image files, as in `Source`
-Columns = tuple[list[str], tuple[str, ...], np.ndarray, np.ndarray, np.ndarray, int]
-
 
 class Slice(NamedTuple):
     """Where an image file is: a file, or `size` bytes of an archive from `offset` on.
@@ -69,18 +66,18 @@ class Slice(NamedTuple):
 class Source:
     """A source whose images are listed but not decoded yet: N of them, in order of their names."""
 
-    name: str
-    kind: str  # "folder", "tar" or "zip"
-    root: str  # path of the folder or archive
-    split_by: str  # origin of given splits: "folders" or "manifest"
-    places: np.ndarray  # (N, 4) int64: the fields of Slice from `kind` on; of a folder (0, 4)
     names: list[str]
     classes: tuple[str, ...]
     labels: np.ndarray  # (N,) int32
     splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
     groups: np.ndarray  # (N,) int32: equal numbers within a group, or all NO_GROUP
-    ignored: int  # image files outside of class folders
+    split_by: str  # origin of given splits: "folders" or "manifest"
+    ignored: int = 0  # image files outside of class folders
+    name: str = ""
+    kind: str = ""  # "folder", "tar" or "zip"
+    root: str = ""  # path of the folder or archive
     bad: list[tuple[str, str]] = field(default_factory=list)  # names and reasons of dropped files
+    places: np.ndarray = field(init=False)  # of an archive, (N, 4) int64: Slice from `kind` on
     duplicate_of: np.ndarray = field(init=False)  # (N,) int64: equal files have equal numbers
 
     def slices(self, rows: np.ndarray) -> list[Slice]:
@@ -93,8 +90,8 @@ class Source:
         """Remove unusable images, given by row with a reason, and list them as bad."""
         self.bad += sorted((self.names[row], why) for row, why in reasons.items())
         self.names = [name for row, name in enumerate(self.names) if row not in reasons]
-        for column in ("places", "labels", "splits", "groups", "duplicate_of"):
-            if len(values := getattr(self, column)):
+        for column in ("labels", "splits", "groups", "places", "duplicate_of"):
+            if (values := getattr(self, column, None)) is not None:
                 setattr(self, column, np.delete(values, [*reasons], axis=0))
 
 
@@ -147,24 +144,25 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
 
 
 def _list_source(path: Path, unzipped: IO[bytes], manifest: str | None) -> Source:
-    rows, places = dict[str, int](), np.zeros((0, 4), np.int64)
+    rows, kind, root = dict[str, int](), "folder", str(path)
     files: Iterable[str] = rows
-    if path.is_dir():
-        name, kind, root = path.resolve().name, "folder", str(path)
-        # The files of a manifest are not searched: missing ones are noticed when they are read.
-        files, folders = ([], []) if manifest else _walk(root)
-    else:
-        name, (kind, root) = path.name, _open_archive(path, unzipped)
+    folders: Iterable[str] = ()
+    if not path.is_dir():
+        kind, root = _open_archive(path, unzipped)
         folders, places = _list_members(path, kind, root, rows)
-    columns = read_manifest(manifest) if manifest else read_class_folders(files, folders, str(path))
+    elif not manifest:  # else missing files are noticed when they are read
+        files, folders = _walk(root)
+    source = read_manifest(manifest) if manifest else read_class_folders(files, folders, str(path))
+    source.name, source.kind, source.root = path.resolve().name, kind, root
     if kind != "folder":
-        if missing := [name for name in columns[0] if name not in rows]:
+        source.name = path.name
+        if missing := [name for name in source.names if name not in rows]:
             raise UsageError(
                 f"{manifest} names {len(missing):,} images that the archive does not hold,"
                 f" such as {missing[0]}"
             )
-        places = places[[rows[name] for name in columns[0]]]
-    return Source(name, kind, root, "manifest" if manifest else "folders", places, *columns)
+        source.places = places[[rows[name] for name in source.names]]
+    return source
 
 
 def _walk(root: str) -> tuple[list[str], list[str]]:
@@ -275,7 +273,7 @@ def shortest(path: str) -> str:
     return "/" * path.startswith("/") + "/".join(parts)
 
 
-def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str) -> Columns:
+def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str) -> Source:
     """Derive classes and splits from names relative to the source, with parts joined by "/".
 
     The images are in order of their names, folder by folder. Raises UsageError if there are no
@@ -318,7 +316,8 @@ def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str)
     others = (name for name, folder in zip(files, within, strict=True) if folder not in found)
     ignored = sum(name.lower().endswith(SUFFIXES) for name in others)
     no_groups = np.full(len(names), NO_GROUP, np.int32)
-    return names, tuple(classes), labels.copy(), given.astype(np.int8), no_groups, ignored
+    given = given.astype(np.int8)
+    return Source(names, tuple(classes), labels.copy(), given, no_groups, "folders", ignored)
 
 
 def _split_folders(below: Mapping[str, set[str]], where: str) -> dict[str, int]:
@@ -341,7 +340,7 @@ def _split_folders(below: Mapping[str, set[str]], where: str) -> dict[str, int]:
     return {}
 
 
-def read_manifest(path: str) -> Columns:
+def read_manifest(path: str) -> Source:
     """Read a table of images, separated by commas, semicolons or tabs.
 
     Classes are in numerical order if all labels are whole numbers. Raises UsageError with the line
@@ -392,7 +391,7 @@ def read_manifest(path: str) -> Columns:
             raise UsageError(f"{path}: line {line} has no {name}, other lines have one")
     classes, labels = _number(columns["label"])
     groups = _number(columns["group"])[1] + (0 if any(columns["group"]) else NO_GROUP)
-    return [*lines], classes, labels, np.array(splits, np.int8), groups, 0
+    return Source([*lines], classes, labels, np.array(splits, np.int8), groups, "manifest")
 
 
 def _number(column: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
