@@ -7,8 +7,8 @@
                 parallel file systems read blocks fast
 
 With ``--balanced-sampling``, the positions of an epoch of partition or global are dealt to the
-classes in turn, in random order, so their numbers differ by at most one. Those of a class go
-through its samples in an order that is new in every epoch, as often as needed: samples of a rare
+classes in turn, in random order, so their numbers differ by at most one. The positions of a class
+go through its samples in an order that is new in every epoch, as often as needed: samples of a rare
 class repeat, and those of a frequent class are partly left out.
 
 The samples of a pack were shuffled when it was made, and those of an external file, or its blocks,
