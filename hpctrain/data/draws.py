@@ -80,13 +80,9 @@ def check_splits(
     """
     for name in wanted:
         if not len(rows[name]):
-            raise UsageError(
-                f"--split leaves no image of {source} for {name}: there are {len(labels):,} images"
-                f" in {len(classes):,} classes{way}; give {name} a larger share or more images"
-            )
+            what = f"--split leaves none of {len(labels):,} images of {source} for {name}{way}"
+            raise UsageError(f"{what}: give it a larger share or more images")
     trained = np.bincount(labels[rows["train"]], minlength=len(classes))
     for label in np.flatnonzero(trained == 0)[:1].tolist():
-        raise UsageError(
-            f"class {classes[label]} of {source} has {int((labels == label).sum()):,} images and"
-            f" none of them in train{way}: give train a larger share, or the class more images"
-        )
+        where = f"class {classes[label]} of {source} has no image in train{way}"
+        raise UsageError(f"{where}: give train a larger share, or the class more images")

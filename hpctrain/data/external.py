@@ -102,10 +102,8 @@ def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
     if kind == h5py.h5d.CHUNKED:
         filters = [properties.get_filter(n)[0] for n in range(properties.get_nfilters())]
         if missing := [code for code in filters if not h5py.h5z.filter_avail(code)]:
-            raise Unusable(
-                f"{name} needs HDF5's filter {missing[0]}, which is not installed: pip install"
-                " hdf5plugin may provide it"
-            )
+            reason = f"{name} needs HDF5's filter {missing[0]}, which is not installed"
+            raise Unusable(f"{reason}: pip install hdf5plugin may provide it")
         grid = zip(data.shape, data.chunks, strict=True)
         chunks, written = math.prod(-(-n // c) for n, c in grid), data.id.get_num_chunks()
         if written != chunks:
@@ -128,10 +126,8 @@ def _check_external(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> Non
         sizes[raw] = os.path.getsize(raw) if os.path.isfile(raw) else 0
         size = min(size, missing)  # the last one may be unlimited
         if offset + size > sizes[raw]:
-            raise Unusable(
-                f"{data.name} is stored in {raw}, which is missing or has fewer than"
-                f" {offset + size:,} bytes"
-            )
+            where = f"{data.name} is stored in {raw}"
+            raise Unusable(f"{where}, which is missing or has not {offset + size:,} bytes")
         missing -= size
 
 
@@ -192,7 +188,8 @@ class Rows:
         for each, size in sizes.items():
             File(each, size).close()
         self._path, self._lock = path, threading.Lock()
-        cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes)
+        # Each source of a virtual dataset has a cache of its own.
+        cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes) // len(sizes)
         self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cached, rdcc_nslots=SLOTS)
         self._data, self._state = self._file[stored.dataset], self._read_state()
 
@@ -218,10 +215,8 @@ class Rows:
             self._check_unchanged()
             for row in range(start, stop) if stop - start > 1 else ():
                 self._read_run(row, row + 1)  # raises the error of the first that has one
-            raise RunError(
-                f"{self._path}: row {start:,} of {self._data.name} cannot be read:"
-                f" {first_line(error)}"
-            ) from None
+            where = f"{self._path}: row {start:,} of {self._data.name}"
+            raise RunError(f"{where} cannot be read: {first_line(error)}") from None
 
     def _read_state(self) -> tuple[int, int]:
         state = os.fstat(self._file.id.get_vfd_handle())
@@ -249,12 +244,9 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     first = next(iter(found))
     path, images, values = found[first].path, found[first].images, np.unique(labels[first])
     for split, info in found.items():
-        shape, of_train = (each.shape[1:] for each in (info.images, images))
-        if (shape, info.images.dtype) != (of_train, images.dtype):
-            raise UsageError(
-                f"{path}: the images of {split} are {shape} {info.images.dtype}, those of train"
-                f" {of_train} {images.dtype}"
-            )
+        kind, of_train = ((each.shape[1:], each.dtype) for each in (info.images, images))
+        if kind != of_train:
+            raise UsageError(f"{path}: images of {split} are {kind}, those of train {of_train}")
         if len(others := np.setdiff1d(labels[split], values)):
             raise UsageError(f"{path}: class {others[0]} has no image in train")
     height, width, channels = (*(images.shape[axis] for axis in LAYOUTS[layout][1:]), 1)[:3]
@@ -280,11 +272,10 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
         crc = zlib.crc32(as_bytes(labels[split]))
         known += [images.dtype, images.shape, images.dataset, crc, probe]
         classes = np.searchsorted(values, labels[split]).astype(np.min_scalar_type(len(values)))
-        kind = np.min_scalar_type(info.samples)
         for name, rows in draw(pack, split, classes, how).items():
-            splits[name] = info._replace(
-                samples=len(rows), labels=classes[rows], rows=rows.astype(kind), probe=probe
-            )
+            chosen = rows.astype(np.min_scalar_type(info.samples))
+            part = info._replace(samples=len(rows), labels=classes[rows], rows=chosen)
+            splits[name] = part._replace(probe=probe)
     identity = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(known))
     return replace(pack, uuid=str(identity), splits=splits)
 
@@ -307,10 +298,8 @@ def find_splits(file: h5py.File, how: External) -> dict[str, str]:
         if names:
             found[split] = names[0]
     if "train" not in found:
-        raise Unusable(
-            f"--images {how.images}: there is no such dataset of train; {{split}} stands for"
-            f" {', '.join(chain(*ALIASES.values()))}"
-        )
+        known = ", ".join(chain(*ALIASES.values()))
+        raise Unusable(f"--images {how.images}: none of train; {{split}} stands for {known}")
     return found
 
 
@@ -329,10 +318,7 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
     if len(shape) != len(LAYOUTS[chosen]) or 0 in shape:
         raise Unusable(f"{name} have shape {shape}, which is not {chosen}: say --layout")
     if not layout and len(shape) == 4 and shape[LAYOUTS[chosen][3]] > USUAL_CHANNELS:
-        raise Unusable(
-            f"{name} have shape {shape}: are they (N, H, W, C) or (N, C, H, W)? Say so with"
-            " --layout NHWC or --layout NCHW"
-        )
+        raise Unusable(f"{name} have shape {shape}: say --layout NHWC or --layout NCHW")
     return chosen
 
 
@@ -348,10 +334,8 @@ def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
             raise Unusable(f"{name} are not one-hot: row {hot.argmin()} is not a single 1")
         values = values.argmax(axis=1)
     if values.size != samples or max(values.shape) != samples:
-        raise Unusable(
-            f"{name} have shape {values.shape}, not ({samples},) or one-hot ({samples}, K): there"
-            f" are {samples:,} images"
-        )
+        wanted = f"({samples},) or one-hot ({samples}, K)"
+        raise Unusable(f"{name} have shape {values.shape}, and the images need {wanted}")
     values = values.reshape(-1)
     with np.errstate(invalid="ignore"):  # of NaN
         labels = np.array(values.astype(np.int64))

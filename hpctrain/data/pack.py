@@ -174,22 +174,15 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
         if not _is_marked(file):
-            raise Unusable(
-                "it is an HDF5 file but not a pack: make one with 'hpctrain pack', or train on it"
-                f" as it is with --images and --labels; it holds {listed(file)}"
-            )
+            hint = "make one with 'hpctrain pack', or train on it with --images and --labels"
+            raise Unusable(f"it is not a pack: {hint}; it holds {listed(file)}")
         if (version := int(file.attrs["version"])) != VERSION:
-            raise Unusable(
-                f"it is a pack of format version {version}, this hpctrain reads version {VERSION}:"
-                " pack again, or use the hpctrain that made it"
-            )
+            raise Unusable(f"its format version is {version}, not {VERSION}: pack again")
         facts, names = read_facts(file), ordered(name for name in file if name != "identity")
         identity = bytes(file["identity"][:]).decode()
         if make_uuid(facts, {name: file[f"{name}/crc32"] for name in names}) != identity:
-            raise Unusable(
-                "it is corrupt: its attributes or checksums are not those that its identity was"
-                " made from; copy or pack it again"
-            )
+            reason = "its attributes or checksums are not those of its identity"
+            raise Unusable(f"it is corrupt: {reason}; copy or pack it again")
         shape = tuple(facts["image_shape"])
         return Pack(
             path,

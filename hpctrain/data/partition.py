@@ -135,10 +135,8 @@ def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[r
     would only wait, and for loads that are not one per rank.
     """
     if size > shards:
-        raise UsageError(
-            f"{size} ranks cannot carry {shards} shards: start at most {shards}; a new run may have"
-            f" --shards {size} (a run keeps those of its first launch, by default one per rank)"
-        )
+        fewer = f"start at most {shards}, or a new run with --shards {size}"
+        raise UsageError(f"{size} ranks cannot carry {shards} shards: {fewer}")
     if loads and len(loads) != size:
         raise UsageError(f"--worker-load names {len(loads)} ranks, but there are {size}")
     counts, speeds = [1] * size, loads or [1.0] * size

@@ -65,10 +65,8 @@ class File:
             raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
         if (there := os.fstat(self._descriptor).st_size) != size:
             self.close()
-            raise UsageError(
-                f"{path} has {there:,} bytes here, but {size:,} when it was checked: give every"
-                " rank the same finished file"
-            )
+            sizes = f"{there:,} bytes here, but {size:,} when it was checked"
+            raise UsageError(f"{path} has {sizes}: give every rank the same finished file")
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with the bytes from `offset` on. Raises RunError."""
@@ -76,15 +74,12 @@ class File:
             try:
                 count = os.preadv(self._descriptor, (buffer,), offset)
             except OSError as error:
-                raise RunError(
-                    f"{self.path}: reading at byte {offset:,} failed: {error.strerror}"
-                ) from None
+                reason = f"reading at byte {offset:,} failed: {error.strerror}"
+                raise RunError(f"{self.path}: {reason}") from None
             if count == len(buffer):
                 return
             if count == 0:
-                raise RunError(
-                    f"{self.path} ends at byte {offset:,}: it was cut short while in use"
-                )
+                raise RunError(f"{self.path} was cut short while in use: no byte {offset:,}")
             buffer, offset = buffer[count:], offset + count
 
     def gather(
@@ -185,11 +180,9 @@ class Split:
         Raises RunError if a file is truncated.
         """
         self._check_indices(indices)
-        shape, found = (len(indices), *self.image_shape), Bad()
-        if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
-            raise ValueError(
-                f"out is {out.dtype} {out.shape}, not C-contiguous {self.dtype} {shape}"
-            )
+        wanted, found = (self.dtype, (len(indices), *self.image_shape)), Bad()
+        if (out.dtype, out.shape) != wanted or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}, not C-contiguous {wanted}")
         if self._threads:
             order = np.argsort(indices, kind="stable")  # file order
             parts = np.split(order, range(TASK_FILES, len(order), TASK_FILES))
@@ -346,16 +339,12 @@ class Split:
         elif self.info.probe is not None:
             same = zlib.crc32(as_bytes(self.read_probe()[1])) == self.info.probe
         if not same:
-            raise UsageError(
-                f"{self.info.path} is not the file that was checked (uuid {self.pack.uuid}): it was"
-                f" replaced or overwritten meanwhile{': remove it' * self.pack.staged}"
-            )
+            reason = f"replaced or overwritten since it was checked (uuid {self.pack.uuid})"
+            raise UsageError(f"{self.info.path} was {reason}{': remove it' * self.pack.staged}")
 
     def _check_indices(self, indices: np.ndarray) -> None:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(
-                f"samples {indices.min()} to {indices.max()} asked of a split that has {len(self)}"
-            )
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of only {len(self)}")
 
     def _report(self, found: Bad, bad: Bad | None) -> None:
         """Describe the samples `found` in `bad`, or raise RunError without it."""
