@@ -148,13 +148,10 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
         where = f"{data.name} is made of other datasets, and {name}"
         if found is None:
             raise Unusable(f"{where} is missing")
-        space, chosen = (
-            properties.get_virtual_vspace(number),
-            properties.get_virtual_srcspace(number),
-        )
+        space = properties.get_virtual_vspace(number)
         with open_hdf5(os.path.abspath(found)) as file:
             source = find_dataset(file, os.fsdecode(properties.get_virtual_dsetname(number)))
-            if chosen.shape:
+            if (chosen := properties.get_virtual_srcspace(number)).shape:
                 last = chosen.get_select_bounds()[1]
                 is_within = len(last) == source.ndim and (np.array(last) < source.shape).all()
             else:  # all of the source
@@ -268,7 +265,7 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     # The identity depends on the content, not on the path.
     splits, known = dict[str, SplitInfo](), [layout, pack.max_value, how.labels]
     for split, info in found.items():
-        images, probe = info.images, _probe(pack, info, how.max_value is None)
+        images, probe = info.images, _probe(pack, info, how.max_value is not None)
         crc = zlib.crc32(as_bytes(labels[split]))
         known += [images.dtype, images.shape, images.dataset, crc, probe]
         classes = np.searchsorted(values, labels[split]).astype(np.min_scalar_type(len(values)))
@@ -412,10 +409,10 @@ def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -
     return np.concatenate([blocks.ravel(), rows[whole * block_rows :]])
 
 
-def _probe(pack: Pack, info: SplitInfo, is_range_known: bool) -> int:
+def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> int:
     """Return the CRC-32 of some images of the file, by which other ranks recognise it.
 
-    Raises UsageError if they are not finite, or beyond [0, 1] and nobody said that they are.
+    Raises UsageError if they are not finite, or beyond [0, 1] and --max-value was not given.
     """
     where = f"{info.path}: {info.images.dataset}"
     try:
@@ -426,11 +423,9 @@ def _probe(pack: Pack, info: SplitInfo, is_range_known: bool) -> int:
     if not (finite := np.isfinite(images).all(axis=(1, 2, 3))).all():
         raise UsageError(f"{where}[{rows[finite.argmin()]}] {NOT_FINITE}")
     low, high = float(images.min()), float(images.max())
-    if is_range_known and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
+    if not has_max_value and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
         divisor = next((f"{d:g}" for d in (255, UINT16_MAX) if high <= d), f"{high:g}")
         way = f"--max-value {divisor} divides them by {divisor}, " if low >= 0 else ""
-        raise UsageError(
-            f"{where} has values from {low:g} to {high:g}, not from 0 to 1: {way}--max-value 1"
-            " takes them as they are"
-        )
+        found = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"
+        raise UsageError(f"{found}: {way}--max-value 1 takes them as they are")
     return zlib.crc32(as_bytes(images))
