@@ -45,7 +45,7 @@ from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
 from hpctrain.packing.sources import Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
-from hpctrain.report.console import Console
+from hpctrain.report.console import make_console
 from hpctrain.text import counted, say
 
 ARCHIVE = r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$"
@@ -366,7 +366,7 @@ def print_table(pack: Pack) -> None:
     table.title = pack.path
     for name, line in lines if len(lines) <= CLASSES_SHOWN else lines[-1:]:
         table.add_row(name, *(f"{count:,}" for count in line))
-    Console().print(table)
+    make_console().print(table)
     height, width, channels = pack.image_shape
     how = {"": "", "stretch": ", stretched from JPEG files", "crop": ", cut from JPEG files"}
     made = [f"{key} {pack.provenance[key]}" for key in PRINTED if pack.provenance.get(key)]
