@@ -102,12 +102,17 @@ def read_files(slices: list[Slice]) -> Iterator[bytes | BadImage]:
             file = None
             for part in parts:
                 try:
-                    file = file or opened.enter_context(open(path, "rb", buffering=0))
+                    file = file or opened.enter_context(FileIO(path, opener=_open_at_once))
                     yield _read(file, part)
                 except BadImage as error:
                     yield error
                 except (OSError, ValueError, zlib.error) as error:
                     yield BadImage(getattr(error, "strerror", None) or str(error))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a named pipe does not wait for a writer, and is read as an empty file."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read(file: FileIO, part: Slice) -> bytes:
@@ -120,7 +125,7 @@ def _read(file: FileIO, part: Slice) -> bytes:
         lengths = file.read(4)
         start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
     file.seek(start)
-    data = file.read(part.size)
+    data = file.read(part.size) or b""
     if part.size not in (-1, len(data)):
         raise BadImage("the archive was cut short")
     if part.kind == DEFLATED:
