@@ -56,20 +56,19 @@ class BatchNorms:
         Sets the momentum of the layers to 1; their own is kept here.
         """
         self.model, self.mode = model, mode
-        self.layers = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and module.track_running_stats and module.training
-        }
-        layers, phi = self.layers.values(), []
-        for name, layer in self.layers.items():
-            if isinstance(layer, nn.SyncBatchNorm):
+        self.layers: dict[str, _BatchNorm] = {}  # in training mode, with running statistics
+        phi = []
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
                 raise UsageError(
                     f"{name} is a SyncBatchNorm, which needs torch.distributed: use BatchNorm;"
                     " hpctrain pools its statistics"
                 )
-            phi.append(-1.0 if layer.momentum is None else layer.momentum)
-            layer.momentum = 1.0
+            if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
+                self.layers[name] = module
+                phi.append(-1.0 if module.momentum is None else module.momentum)
+                module.momentum = 1.0
+        layers = self.layers.values()
         sizes = [layer.num_features for layer in layers]
         self.channels = sum(sizes)
         means, variances, self._calls = (
@@ -143,18 +142,14 @@ class BatchNorms:
                 buffer.copy_(old)
         elements = []
         for name, layer in self.layers.items():
-            if len(values[layer]) != 1:
+            calls = values[layer]
+            if len(calls) != 1 or calls[0] % rows:
                 raise UsageError(
-                    f"batch-norm layer {name} runs {len(values[layer])} times in one forward pass:"
-                    " its statistics can be combined only if it runs once (no checkpointing)"
+                    f"batch-norm layer {name} runs {len(calls)} times in one forward pass of {rows}"
+                    f" rows, on {calls} values a channel: its statistics can be combined only if it"
+                    " runs once (no checkpointing), and every row brings as many values"
                 )
-            each, left = divmod(values[layer][0], rows)
-            if left:
-                raise UsageError(
-                    f"batch-norm layer {name} sees {values[layer][0]} values a channel for {rows}"
-                    " rows: its statistics can be combined only if every row brings as many"
-                )
-            elements.append(each)
+            elements.append(calls[0] // rows)
         single = any(calls == [rows] and layer.training for layer, calls in values.items())
         return Probe(means, elements, 2 if single else 1)
 

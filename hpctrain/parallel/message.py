@@ -156,10 +156,9 @@ class Message:
     ) -> None:
         """Lay out a model with `channels` batch-norm channels for `rank` of `size`.
 
-        The model's parameters become views of `weights`, one flat parameter whose gradient is
-        `gradients`: an optimizer updates it in one operation. `groups` (by parameter's name) are
-        updated separately: `self.groups` holds a view of it for each. `model.to(...)` undoes this,
-        so set device and memory format first.
+        The model's parameters become views of `weights`, whose gradient is `gradients`: an
+        optimizer updates it in one operation. With several `groups` (see `Layout`), `self.groups`
+        has a view of it for each. `model.to(...)` undoes this: set device and format first.
         """
         self.layout = layout = Layout(model, groups)
         named = dict(model.named_parameters())
@@ -262,10 +261,9 @@ class Message:
     def finite(self, lasting: bool = False) -> torch.Tensor:
         """Whether the reduced message is free of NaN and infinity, as a bool on the device.
 
-        Sets `skipped` to 1 if it is not. With `lasting`, no later step counts as finite then.
-
-        A sum over the message is finite only if all of it is: NaN and infinity survive addition,
-        and 0 x is NaN for both.
+        Sets `skipped` to 1 if it is not. With `lasting`, no later step counts as finite then. A sum
+        over the message is finite only if all of it is: NaN and infinity survive addition, and 0 x
+        is NaN for both.
         """
         total = self.tensor.sum()
         if lasting:

@@ -33,12 +33,11 @@ round, the parts of a group become one:
   of the tree whose operands it holds.
 
 After the last round, every rank holds the root of the tree at its slice, computed by the additions
-of the tree and no others. A rank sends and receives at most 2 messages in each of at most log2(P)
-rounds, rounded up, and as many on the way back; one where a group is of even size, so 2 log2(P) if
+of the tree and no others. A rank sends and receives at most 2 messages in each of log2(P) rounds,
+rounded up, and as many on the way back; one where a group is of even size, so 2 log2(P) in all if
 the number P of ranks is a power of two. It sends L (1 - 1/P) numbers on the way back, as in a ring,
-and as many before for every subtree that it holds: one if P and S are powers of two. Its memory is
-then log2(S/P) + 1 messages, and a part of one that it receives; otherwise up to 2 log2(S) subtrees,
-and those that it receives.
+and as many before for every subtree that it holds: one if P and S are powers of two. It then stores
+log2(S/P) + 1 messages, else up to 2 log2(S) subtrees, and what it receives.
 """
 
 from __future__ import annotations
@@ -213,8 +212,7 @@ class TreeReduce(Reduce):
             ]
             rows = {span: row[_within(each.own, start)] for span, row in rows.items()} | received
             pairs: list[Pair] = []
-            last = self._run.stop - 1
-            rows = {span: plan_sum(span, rows, last, pairs) for span in each.spans}
+            rows = {span: plan_sum(span, rows, self._run[-1], pairs) for span in each.spans}
             self._there.append((sends, receives, pairs))
             sends = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers, _ in each.receives]
             receives = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers in each.sends]
