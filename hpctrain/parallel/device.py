@@ -87,8 +87,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     twice as fast.
     """
     if device.type == "cpu":
-        kind = torch.empty(0, dtype=dtype).numpy().dtype
-        return torch.from_numpy(np.empty(shape, kind))
+        return torch.from_numpy(np.empty(shape, DTYPES[dtype]))
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -17,16 +17,7 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.parallel import nccl
 from hpctrain.parallel.device import choose_device, keep_memory, zeros_for_messages
-from hpctrain.parallel.mpi import (
-    LARGEST,
-    MPI,
-    Comm,
-    allgather,
-    comm_of_host,
-    library,
-    on_all,
-    on_root,
-)
+from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, comm_of_host, library, on_all
 from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
 
@@ -262,7 +253,8 @@ def open_transport(
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         own = own._replace(gpu=uuid, nccl=nccl.version())
     ranks = allgather(comm, own)
-    choice = on_root(comm, nccl.choose_transport, ranks, wanted)
+    with on_all(comm):
+        choice = nccl.choose_transport(ranks, wanted)
     return make_transport(choice.name, comm, device), choice, nccl.describe_sharing(ranks)
 
 
