@@ -88,8 +88,7 @@ class Denoising:
     noise: str = "salt-pepper"
     level: float = 0.1
     own: Functions = NONE  # the user's
-    classes = 0  # no confusion matrix
-    weights = None
+    classes, weights = 0, None  # no confusion matrix, nothing to weigh
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the images with noise drawn by `key`, and the clean images."""

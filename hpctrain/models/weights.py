@@ -71,8 +71,7 @@ def write_tensors(
     sha256 = _digest(tensors, text)
     header: dict[str, object] = {"__metadata__": {ENTRY: text, SHA256: sha256}}
     # By decreasing element size, so that every tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    start = 0
+    ordered, start = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])), 0
     for name, tensor in ordered:
         shape, end = list(tensor.shape), start + tensor.nbytes
         header[name] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}

@@ -57,8 +57,7 @@ def make_optimizer(
     step(optimizer)
     for state in optimizer.state.values():
         for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
+            value.zero_()
     return optimizer
 
 

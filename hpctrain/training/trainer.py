@@ -160,8 +160,7 @@ class Trainer:
         for number, (weights, _) in enumerate(self.message.groups):
             group = f"{number}." if len(self.message.groups) > 1 else ""
             for name, value in sorted(self.optimizer.state[weights].items()):
-                if isinstance(value, Tensor):
-                    found[f"optimizer.{group}{name}"] = value
+                found[f"optimizer.{group}{name}"] = value
         found |= {f"norms.{n}": getattr(self.norms, n) for n in ("running", "shift", "updates")}
         if self.averages:
             found["ema.weights"], found["ema.running"] = (own for own, _ in self.averages)
