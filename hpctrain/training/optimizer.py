@@ -50,7 +50,7 @@ def make_optimizer(
     # Without torch's decorators: they import the compiler on each rank even if nothing is compiled,
     # which takes longer than importing torch itself.
     step, add = torch.no_grad()(inspect.unwrap(base.step)), inspect.unwrap(base.add_param_group)
-    kind: type[Any] = type(name, (base,), {"step": step, "add_param_group": add})
+    kind: type[Any] = type(base.__name__, (base,), {"step": step, "add_param_group": add})
     optimizer: Optimizer = kind(given, lr=lr, fused=True, **own)
     # A step that is skipped creates the state. torch leaves a momentum buffer uninitialised then.
     gate_update(optimizer, torch.ones((), device=groups[0][0].device))
