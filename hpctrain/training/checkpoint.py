@@ -14,10 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +32,7 @@ FORMAT = 1
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checkpoint that matches its checksum."""
 
     step: int
@@ -56,7 +54,7 @@ class Writer:
 
     def __init__(self, run: Path | None, interval: Interval, keep: int, best: str = "") -> None:
         """`best` is the SHA-256 of the best network, if an earlier launch has written one."""
-        self._run, self._interval, self._keep, self._best = run, interval, keep, best
+        self._run, self.interval, self._keep, self._best = run, interval, keep, best
         self._saved = time.monotonic()  # time of the last checkpoint
         self._last: tuple[int, Mapping[str, Any]] | None = None  # its step and state
         self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
@@ -76,7 +74,7 @@ class Writer:
         """Whether it is time to save. Raises RunError if an earlier write failed."""
         if self._task and self._task.done():
             self.wait()
-        is_time = time.monotonic() - self._saved >= self._interval.seconds
+        is_time = time.monotonic() - self._saved >= self.interval.seconds
         return is_time and self._run is not None
 
     def save(
@@ -92,11 +90,10 @@ class Writer:
         if self._run is None or self._last == (step, state):
             return
         for name, tensor in tensors.items():
-            host = self._host.get(name)
-            if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
+            if name not in self._host:
                 kind, pin = tensor.dtype, tensor.is_cuda
-                host = self._host[name] = torch.empty(tensor.shape, dtype=kind, pin_memory=pin)
-            host.copy_(tensor.detach())
+                self._host[name] = torch.empty(tensor.shape, dtype=kind, pin_memory=pin)
+            self._host[name].copy_(tensor.detach())
         copies = {name: self._host[name] for name in tensors}
         self._last = step, state
         self._begin(partial(self._write, self._run, step, state, copies))

@@ -61,20 +61,18 @@ class Control:
         self._file = folder / STOP_FILE if folder else None
         self._interrupted = self._stop_seen = False
         self._looked = 0.0
-        # Only the main thread can set a handler.
-        self._handles = threading.current_thread() is threading.main_thread()
-        self._before: Any = signal.SIG_DFL  # handler of SIGINT
+        self._before: Any = None  # handler of SIGINT
         self._deadline = ends if folder else None
         self._on_evaluation = on_evaluation if folder else None
         self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
     def __enter__(self) -> Control:
-        if self._handles:
+        if threading.current_thread() is threading.main_thread():  # which alone can set one
             self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._handles:
+        if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -85,15 +83,6 @@ class Control:
     def flags(self, waited: float, save: bool) -> StepFlags:
         """Return the values that this rank sends to all others in its next step."""
         return StepFlags(waited, self.asked(), self.preempted_by() is not None, save)
-
-    def margin(self, evaluating: bool = False) -> float:
-        """Return how many seconds before the deadline to end.
-
-        They allow for steps, an evaluation and saves at their slowest so far; with `evaluating`
-        for no evaluation, since the one in progress checks the deadline itself.
-        """
-        evaluation = 0.0 if evaluating else self.slowest_evaluation
-        return SPARE + 2 * self.slowest_step + evaluation + 2 * self.saving
 
     def asked(self) -> bool:
         """Whether the run is to stop. Checks for the STOP file at most twice a second."""
@@ -116,27 +105,27 @@ class Control:
                 self._file.unlink()
 
     def preempted_by(self, evaluating: bool = False) -> str | None:
-        """Return the signal or time limit that preempts the run, if any."""
-        if self._deadline is not None and time.time() > self._deadline - self.margin(evaluating):
-            return "the time is up"
+        """Return the signal or time limit that preempts the run, if any.
+
+        The run ends early enough before the deadline for steps, an evaluation and saves at their
+        slowest so far; with `evaluating` for no evaluation, since the one in progress calls this.
+        """
+        if self._deadline is not None:
+            evaluation = 0.0 if evaluating else self.slowest_evaluation
+            needed = SPARE + 2 * self.slowest_step + evaluation + 2 * self.saving
+            if time.time() > self._deadline - needed:
+                return "the time is up"
         return received_signal()
 
 
-class TimeLimits(NamedTuple):
-    """The time limits of a run."""
+def find_deadline(config: Config) -> tuple[float | None, str]:
+    """Return the deadline in seconds since 1970, if any, and a note if the job's end is unknown.
 
-    timeout: float  # seconds without progress after which a rank counts as hung
-    ends: float | None  # deadline, in seconds since 1970: --time-limit from now or the job's end
-    note: str | None  # why the deadline may be incomplete
-
-
-def read_times(config: Config) -> TimeLimits:
-    """Read the settings about time, and ask the scheduler for the end of the job (rank 0).
-
-    Raises UsageError if a setting is invalid.
+    It is that of --time-limit, from now, or the end of the job, for which the scheduler is asked
+    (rank 0).
     """
-    limit, note = config.time_limit, None
-    ends = [time.time() + duration(limit, "--time-limit")] if limit else []
+    ends = [time.time() + duration(config.time_limit, "--time-limit")] if config.time_limit else []
+    note = ""
     try:
         if (job := job_end()) is not None:
             ends.append(job)
@@ -145,8 +134,7 @@ def read_times(config: Config) -> TimeLimits:
             f"the end of this job is unknown ({error}): without --time-limit, the run leaves in"
             " time only on a signal (see docs/cluster.md)"
         )
-    timeout = duration(config.hang_timeout, "--hang-timeout")
-    return TimeLimits(timeout, min(ends, default=None), note)
+    return min(ends, default=None), note
 
 
 def request_stop(folder: Path) -> None:

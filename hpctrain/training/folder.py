@@ -13,31 +13,43 @@ import os
 import shutil
 import time
 import tomllib
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hpctrain import __version__
 from hpctrain.config import Config, to_toml
+from hpctrain.config.option import flag_of
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
-from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole
+from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole, writing
 from hpctrain.parallel.device import hardware_key, memory_of
-from hpctrain.parallel.mpi import describe_hosts, library
+from hpctrain.parallel.mpi import agreed, describe_hosts, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
-from hpctrain.report.find import CHECKPOINTS, evaluation_file
+from hpctrain.report.find import CHECKPOINTS, best_file, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, truncate_record
 from hpctrain.report.recorder import RecordFile
 from hpctrain.text import counted
-from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
+from hpctrain.training.checkpoint import Checkpoint, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
-from hpctrain.training.run import Run
+from hpctrain.training.run import NOTHING, Progress, Run, read_on_all
 from hpctrain.typed import from_fields, parse_json
 from hpctrain.watchdog import HEARTBEATS
+
+
+class PreviousLaunch(NamedTuple):
+    """The state in which an earlier launch left this run."""
+
+    folder: Path
+    config: Config  # the settings to go on with
+    plan: Plan
+    finished: bool  # all epochs are done, or validation ended the run
+    idle: bool  # it was preempted before its first step
+    checkpoint: Checkpoint | None  # the newest intact one; None: the run starts over
+    problems: list[str]  # with newer checkpoints, which are skipped, and with the record
+    crash: Outcome | None  # of the last launch, which could not record it
 
 
 def make_run_folder(run: Run, lock: RunLock) -> Path:
@@ -48,12 +60,12 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
     """
     runs, model = Path(run.config.runs_dir), Path(run.plan.model).name.replace(":", ".")
     base = run.config.run or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    with writing(runs):
+        runs.mkdir(parents=True, exist_ok=True)
     for number in range(1, 2 if run.config.run else 1000):
         folder = runs / (base if number == 1 else f"{base}-{number}")
         temporary = temporary_name(folder)
         try:
-            with suppress(FileExistsError):  # if it is a file, the next calls fail
-                runs.mkdir(parents=True)
             remove_left_behind(folder)
             temporary.mkdir()
             write_settings(run, temporary)
@@ -81,6 +93,40 @@ def write_settings(run: Run, folder: Path) -> None:
         write_whole(folder / name, text.rstrip() + "\n")
 
 
+def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
+    """Restore the state that an earlier launch saved, which rank 0 reads. Collective.
+
+    Returns notes for the record.
+    """
+    trainer, checkpoint = run.trainer, earlier.checkpoint
+    if checkpoint is None:
+        return [*earlier.problems, "no checkpoint was left: from the first step"]
+    layout, saved = trainer.message.layout.digest(), checkpoint.state
+    try:
+        if saved["layout"] != layout:
+            raise ValueError(
+                f"its parameters are laid out as {saved['layout']}, the model's as {layout}: it is"
+                " another model"
+            )
+        trainer.load(read_on_all(run.comm, checkpoint.tensors))
+    except ValueError as error:
+        text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
+        raise agreed(UsageError(text)) from error
+    run.progress = state = Progress.from_json(saved)
+    if run.plan.epochs > saved["epochs"]:
+        state.ended = ""  # by --patience: the run is extended
+    notes = [*earlier.problems, f"going on after step {state.step}"]
+    here = hardware_key(trainer.message.device)
+    if saved["key"] != here:
+        note = f"begun on {saved['key']}, now on {here}"
+        notes.append(f"{note}: the bits may differ" if run.config.deterministic else note)
+    best = best_file(earlier.folder, state.best.step)
+    if state.best.step and not on_root(run.comm, has_best, best, checkpoint.best):
+        notes.append(f"{best} is gone: the best of what follows is kept")
+        state.best, state.best_loss = NOTHING, None
+    return notes
+
+
 def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
     """Prepare the folder of an earlier launch to resume after the step that was restored.
 
@@ -106,7 +152,15 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
 
 
 def run_facts(run: Run) -> dict[str, object]:
-    """Return the first line of the record. Collective."""
+    """Return the first line of the record. Collective.
+
+    Its settings are a fixed set, and all that affect the results and are not at their defaults.
+    """
+    given = {
+        name: value
+        for name, value in dataclasses.asdict(run.config).items()
+        if value != getattr(Config, name) and name not in FREE - {"data", "epochs"}
+    }
     hosts, host_ranks, host_cores = describe_hosts(run.comm)
     memory, memory_reason = memory_of(run.trainer.message.device)
     return {
@@ -120,8 +174,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "host_cores": host_cores,
         "shards": run.plan.shards,
         "device": run.facts.device,
-        "transport": run.transport.name,
-        "transport_reason": run.transport.reason,
+        **run.chosen,
         "memory": memory,
         "memory_reason": memory_reason,
         "overlap": run.config.overlap,
@@ -136,51 +189,22 @@ def run_facts(run: Run) -> dict[str, object]:
         "steps_per_epoch": run.plan.steps_per_epoch,
         "learning_rate": run.plan.learning_rate,
         "rows": {name: split.samples for name, split in run.pack.splits.items()},
-        "settings": chosen(run),
+        "settings": given
+        | {
+            "model": run.plan.model,
+            "optimizer": run.plan.optimizer,
+            "lr": run.plan.learning_rate,
+            "batch_size": run.plan.batch_size,
+            "seed": run.config.seed,
+        },
         "pack": run.pack.path,
         "pack_uuid": run.pack.uuid,
         "plan": run.plan.digest(),
         "key": hardware_key(run.trainer.message.device),
-        "init": dataclasses.asdict(run.init) if run.init else None,
         "mpi": library(),
         "torch": torch.__version__,
         "hpctrain": __version__,
     }
-
-
-def chosen(run: Run) -> dict[str, object]:
-    """Return the hyperparameters for the record.
-
-    These are a fixed set, and all settings that affect the results and are not at their defaults.
-    """
-    plan, default = run.plan, Config()
-    always = {
-        "model": plan.model,
-        "optimizer": plan.optimizer,
-        "lr": plan.learning_rate,
-        "batch_size": plan.batch_size,
-        "seed": run.config.seed,
-    }
-    given = {
-        name: value
-        for name, value in dataclasses.asdict(run.config).items()
-        if value != getattr(default, name) and (name not in FREE or name in ("data", "epochs"))
-    }
-    return {**given, **always}
-
-
-@dataclass(frozen=True)
-class PreviousLaunch:
-    """The state in which an earlier launch left this run."""
-
-    folder: Path
-    config: Config  # the settings to go on with
-    plan: Plan
-    finished: bool  # all epochs are done, or validation ended the run
-    idle: bool  # it was preempted before its first step
-    checkpoint: Checkpoint | None  # the newest intact one; None: the run starts over
-    problems: list[str]  # with newer checkpoints, which are skipped, and with the record
-    crash: Outcome | None = None  # of the last launch, which could not record it
 
 
 def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None:
@@ -258,14 +282,13 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
         if name in FREE or new == (plan.precision if name == "precision" else old):
             continue
         if new != field.default or name in plan.chosen:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
+            was, now = (
+                f"with {flag} {v}" if v is not None else f"without {flag}" for v in (old, new)
+            )
             raise UsageError(
-                f"the run {folder} was begun {_setting(flag, old)}, not {_setting(flag, new)}: give"
-                " the same settings to continue it, or another name with --run"
+                f"the run {folder} was begun {was}, not {now}: give the same settings to continue"
+                " it, or another name with --run"
             )
         kept[name] = old
     return dataclasses.replace(config, **kept)
-
-
-def _setting(flag: str, value: object) -> str:
-    return f"without {flag}" if value is None else f"with {flag} {value}"

@@ -23,22 +23,33 @@ from hpctrain.fault import fault
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, minimum
-from hpctrain.streams import record_event
+from hpctrain.streams import Event, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.run import NO_SUMS, EndReason, NonFinite, Run, Sums
+from hpctrain.training.run import NO_SUMS, NonFinite, Run, Sums
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
 
 MOST_LISTED = 16  # ranks in an error
 
 
+class PendingStep(NamedTuple):
+    """A step that was started and whose totals have not been read yet."""
+
+    step: int
+    rows: int
+    rate: float
+    since: Event  # the end of the step before, or of the work that followed it
+    report: Report
+    bad: Bad  # samples of this rank that cannot be used, up to this step of the epoch
+
+
 def train_epochs(run: Run) -> None:
     """Train from the current step to the last epoch, or until the run ends early. Collective."""
     plan, state, per_epoch = run.plan, run.progress, run.plan.steps_per_epoch
-    pending = PendingSteps(run)
+    pending: deque[PendingStep] = deque()  # oldest first
     if minimum(run.comm, received_signal() is None) == [0]:
-        state.ended = EndReason.PREEMPTED  # before the first step
+        state.ended = "preempted"  # before the first step
         return
     if state.step and validation_due(run, state.step) and state.validated < state.step:
         compare_ranks(run)
@@ -47,8 +58,9 @@ def train_epochs(run: Run) -> None:
         while state.epoch < plan.epochs and not state.ended:
             first, bad = state.step - state.epoch * per_epoch, Bad()
             steps = loader.epoch(state.epoch, first, bad)
-            pending.restart_clock()
             for number in range(first, per_epoch):
+                if not pending:
+                    since = record_event(run.trainer.message.device, timing=True)
                 step = state.epoch * per_epoch + number + 1
                 doing(f"reading for step {step}")
                 began = time.perf_counter()
@@ -63,14 +75,15 @@ def train_epochs(run: Run) -> None:
                 flags = run.control.flags(waited, run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = run.trainer.step(batches, rows, flags, wait, rate)
-                pending.append(PendingStep(step, rows, rate, report, bad))
+                pending.append(PendingStep(step, rows, rate, since, report, bad))
+                since = report.ended
                 finish_step(run, pending)
                 fault("step.done")
-                if state.ended:
+                if run.progress.ended:
                     break
 
 
-def finish_step(run: Run, pending: PendingSteps) -> None:
+def finish_step(run: Run, pending: deque[PendingStep]) -> None:
     """Read the totals that are due, then do the work that follows a step. Collective.
 
     That may be to end the epoch, validate, save a checkpoint, or end the run (`Progress.ended`). On
@@ -78,14 +91,13 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     they are read first if the work needs them. All ranks read them at the same point, so all
     decide alike.
     """
-    state, plan, step = run.progress, run.plan, pending.newest
+    state, plan, step = run.progress, run.plan, pending[-1].step
     last = step % plan.steps_per_epoch == 0
     validates = validation_due(run, step)
-    saves = run.checkpoints.follows(step, plan.steps_per_epoch)
+    saves = run.writer.interval.follows(step, plan.steps_per_epoch)
     needed = last or validates or saves  # known to all ranks in advance
-    pending.drain(0 if needed else run.trainer.in_flight)
-    if state.ended or state.save:
-        pending.drain()
+    while len(pending) > (0 if needed or state.ended or saves else run.trainer.in_flight):
+        saves |= record_step(run, pending.popleft())
     if pending:
         return
     if last:
@@ -93,10 +105,9 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     if not state.ended and validates:
         compare_ranks(run)
         validate(run)
-    if not state.ended and (state.save or saves):
+    if not state.ended and saves:
         compare_ranks(run)
         save_checkpoint(run)
-    pending.restart_clock()
 
 
 def end_epoch(run: Run) -> None:
@@ -134,71 +145,16 @@ def note_unused(run: Run) -> None:
 
 def save_checkpoint(run: Run) -> None:
     """Write a checkpoint in the background (rank 0)."""
-    run.progress.save = False
     doing(f"saving step {run.progress.step}")
     run.recorder.flush()
     message = run.trainer.message
-    known = {"layout": message.layout.digest(), "key": hardware_key(message.device)}
-    run.writer.save(run.progress.step, run.trainer.state(), {**known, **run.progress.to_json()})
-
-
-class PendingStep(NamedTuple):
-    """A step that was started and whose totals have not been read yet."""
-
-    step: int
-    rows: int
-    rate: float
-    report: Report
-    bad: Bad  # samples of this rank that cannot be used, up to this step of the epoch
-
-
-class PendingSteps:
-    """The steps that were started and whose totals have not been read yet, oldest first.
-
-    A step's time is measured on the device, from the end of the previous step to its own end; it
-    does not depend on when the host reads the totals.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._steps: deque[PendingStep] = deque()
-        self.restart_clock()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def newest(self) -> int:
-        """The step that was started last."""
-        return self._run.progress.step + len(self._steps)
-
-    def restart_clock(self) -> None:
-        """Measure the time of the next step from now."""
-        self._since = record_event(self._run.trainer.message.device, timing=True)
-
-    def append(self, step: PendingStep) -> None:
-        """Add the step that was started last."""
-        self._steps.append(step)
-
-    def drain(self, left: int = 0) -> None:
-        """Read, check and record the totals of the oldest steps until `left` steps are pending.
-
-        Raises as `check` does.
-        """
-        run, state = self._run, self._run.progress
-        while len(self._steps) > left:
-            pending = self._steps.popleft()
-            doing(f"recording step {pending.step}")
-            totals = pending.report.totals()
-            check(run, totals, pending)
-            state.step, ended = pending.step, pending.report.ended
-            seconds, self._since = self._since.elapsed_time(ended) / 1000, ended
-            record_step(run, totals, pending.rate, seconds)
-            if totals.stop:  # even if also preempted in the same step
-                state.ended = EndReason.STOP
-            elif totals.preempted and not state.ended:
-                state.ended = EndReason.PREEMPTED
-            state.save |= totals.save > 0
+    known = {
+        "layout": message.layout.digest(),
+        "key": hardware_key(message.device),
+        "epochs": run.plan.epochs,
+        **run.progress.to_json(),
+    }
+    run.writer.save(run.progress.step, run.trainer.state(), known)
 
 
 def check(run: Run, totals: Totals, pending: PendingStep) -> None:
@@ -257,41 +213,48 @@ def compare_ranks(run: Run) -> None:
         state.compared = state.step
 
 
-def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
-    """Record a step, and add it to the chain of figures, the sums of the epoch and the clocks."""
+def record_step(run: Run, pending: PendingStep) -> bool:
+    """Read, check and record the totals of a step; return whether a checkpoint was requested.
+
+    They enter the chain of figures, the sums of the epoch and the clocks, and may end the run. The
+    time of a step is measured on the device, from the end of the previous one to its own end; it
+    does not depend on when the host reads the totals. Raises as `check` does.
+    """
     state = run.progress
-    shares, slowest = time_shares(totals, run.trainer.clock.reduce)
+    doing(f"recording step {pending.step}")
+    totals = pending.report.totals()
+    check(run, totals, pending)
+    state.step, seconds = pending.step, pending.since.elapsed_time(pending.report.ended) / 1000
     figures: dict[str, Any] = {
         "epoch": state.epoch + 1,
         "step": state.step,
         "loss": totals.mean_loss,
         "accuracy": totals.correct / totals.rows if run.task.classes else None,
-        "learning_rate": rate,
+        "learning_rate": pending.rate,
     }
     state.add(figures)
     own = Sums(totals.loss, totals.correct, totals.rows, seconds, totals.weight)
     state.sums = Sums(*map(sum, zip(state.sums, own, strict=True)))
     run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     run.control.slowest_step = max(run.control.slowest_step, seconds)
+    busy = totals.data + totals.compute
+    slowest = int(busy.argmax())
+    waited = float(busy[slowest] - busy[0])  # by rank 0 in its reduction
     run.recorder.step(
         **figures,
         images_per_second=totals.rows / seconds,
-        seconds={**shares, "total": seconds},
+        seconds={
+            "data": float(totals.data[slowest]),
+            "compute": float(totals.compute[slowest]),
+            "reduce": max(0.0, run.trainer.clock.reduce - waited),
+            "idle": float(busy[slowest] - busy.mean()),
+            "total": seconds,
+        },
         slowest_rank=slowest,
         rows=totals.rows,
     )
-
-
-def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
-    """Return the seconds of a step by activity of its slowest rank, and that rank.
-
-    The time that rank 0 waited for the slowest rank in the reduction is not counted as reduction.
-    """
-    busy = totals.data + totals.compute
-    slowest = int(busy.argmax())
-    return {
-        "data": float(totals.data[slowest]),
-        "compute": float(totals.compute[slowest]),
-        "reduce": max(0.0, reducing - float(busy[slowest] - busy[0])),
-        "idle": float(busy[slowest] - busy.mean()),
-    }, slowest
+    if totals.stop:  # even if also preempted in the same step
+        state.ended, state.reason = "stopped", "asked to stop"
+    elif totals.preempted and not state.ended:
+        state.ended = "preempted"
+    return totals.save > 0

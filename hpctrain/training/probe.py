@@ -30,8 +30,8 @@ from hpctrain.models.build import check_names, checked_output
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import explain_errors, fork_rng, seed_torch
 from hpctrain.text import listed
-from hpctrain.training.input import FIRST_ROWS
 
+FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them
 ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number
 
 

@@ -1,4 +1,4 @@
-"""A run: all that the loop works with, its progress, and why it ends; restored from a checkpoint.
+"""A run: all that the loop works with, and its progress, of which checkpoints hold all but tensors.
 
 What a checkpoint holds does not depend on ranks.
 """
@@ -8,35 +8,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hpctrain.config import Config, Interval
 from hpctrain.data.loader import Loader, Prepare
 from hpctrain.data.pack import Pack
-from hpctrain.errors import RunError, UsageError
+from hpctrain.data.split import Split
+from hpctrain.errors import RunError
 from hpctrain.inference.tasks import Task
-from hpctrain.models import InitialWeights
-from hpctrain.parallel.device import hardware_key
-from hpctrain.parallel.mpi import Comm, agreed, on_root
-from hpctrain.parallel.nccl import Choice
+from hpctrain.parallel.mpi import Comm, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
-from hpctrain.report.find import best_file
 from hpctrain.report.recorder import Recorder
-from hpctrain.training.checkpoint import Tensors, Writer, has_best
+from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control
-from hpctrain.training.input import Input
 from hpctrain.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from hpctrain.training.folder import PreviousLaunch
 
 
 class CannotContinue(RunError):
@@ -45,14 +36,6 @@ class CannotContinue(RunError):
 
 class NonFinite(CannotContinue):
     """Loss or gradient became NaN or infinite; the weights are those of the previous step."""
-
-
-class EndReason(StrEnum):
-    """Why a run ends before its last epoch."""
-
-    STOP = "asked to stop"  # on request: save, test, exit code 0
-    PREEMPTED = "preempted"  # forced from outside: save, exit code 75
-    PATIENCE = "no better validation"  # the run ends by itself
 
 
 class Reached(NamedTuple):
@@ -83,27 +66,24 @@ NO_SUMS = Sums()
 class Progress:
     """Progress of a run."""
 
-    planned: int = 0  # epochs
     step: int = 0  # steps done
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
     compared: int = 0  # step after which the ranks' digests were last compared
-    ended: EndReason | None = None
-    save: bool = False  # a checkpoint was requested
-    reason: str | None = None  # for `ended`, as text
+    ended: str = ""  # before the last epoch: "stopped", "preempted", or "done" by --patience
+    reason: str | None = None  # for a run that was stopped or is done early
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
     best: Reached = NOTHING  # the smallest loss of all validations
-    best_loss: float = math.inf
+    best_loss: float | None = None
     waited: int = 0  # validations since the best one
-    went_back: bool = False  # the model holds the best network again
-    chosen: bool = False  # the final network is chosen: no more checkpoints are written
     sums: Sums = NO_SUMS  # of the current epoch
+    final: Reached | None = None  # the network that was chosen: no more checkpoints are written
 
     @property
     def network(self) -> Reached:
         """Step, epoch and figures of the network that the model holds."""
-        return self.best if self.went_back else Reached(self.step, self.epoch, self.figures)
+        return self.final or Reached(self.step, self.epoch, self.figures)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the next launch needs besides the tensors.
@@ -111,34 +91,19 @@ class Progress:
         `ended` is saved only if the run ended by itself; otherwise the next launch resumes it.
         """
         fields = dataclasses.asdict(self)
-        del fields["went_back"], fields["chosen"], fields["save"]
-        if self.ended is not EndReason.PATIENCE:
-            fields["ended"] = fields["reason"] = None
-        return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
+        del fields["final"]
+        return fields if self.ended == "done" else {**fields, "ended": "", "reason": None}
 
-    def from_json(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `to_json` returned. If more epochs are planned now, the run continues."""
-        planned = self.planned
-        for name in self.to_json():
-            setattr(self, name, saved[name])
-        self.best, self.best_loss = Reached(*saved["best"]), float(self.best_loss)
-        self.sums = Sums(*saved["sums"])
-        self.ended = EndReason(self.ended) if self.ended and planned <= self.planned else None
-        self.planned = planned
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Progress:
+        """Return the progress of which `to_json` returned what is `saved`, among other things."""
+        known = {name: saved[name] for name in cls().to_json()}
+        return cls(**{**known, "best": Reached(*saved["best"]), "sums": Sums(*saved["sums"])})
 
     def add(self, figures: Mapping[str, Any]) -> None:
         """Add figures to the hash chain."""
         link = f"{self.chain}{json.dumps(figures, sort_keys=True)}"
         self.chain = hashlib.sha256(link.encode()).hexdigest()
-
-    def is_best(self, loss: float) -> bool:
-        """Note a validation's loss and return whether it is the smallest so far."""
-        if not loss < self.best_loss:
-            self.waited += 1
-            return False
-        self.best_loss, self.waited = loss, 0
-        self.best = Reached(self.step, self.epoch, dict(self.figures))
-        return True
 
 
 @dataclass
@@ -151,61 +116,35 @@ class Run:
     plan: Plan
     comm: Comm
     shards: list[range]  # of each rank
-    pack: Pack  # that of --data; with --stage, `input` reads a copy
-    input: Input
+    pack: Pack  # that of --data; with --stage, `splits` read a copy
+    splits: dict[str, Split]  # that are open
     task: Task
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
     validations: Interval
-    checkpoints: Interval
-    transport: Choice
-    init: InitialWeights | None  # what this launch took from --init
-    notes: tuple[str, ...]  # on these choices, for the user
-    progress: Progress
-    # Opened by `open_run`, after `restore`
+    chosen: dict[str, object]  # the transport and the initial weights, for the record
+    notes: list[str]  # on these choices, for the user
+    progress: Progress = field(default_factory=Progress)
+    # Opened by `train`
     folder: Path = field(init=False)
     recorder: Recorder = field(init=False)
     control: Control = field(init=False)
     writer: Writer = field(init=False)
 
+    def split(self, name: str) -> Split:
+        """Open another split. It stays open: each of its samples is verified once."""
+        if name not in self.splits:
+            read = self.splits["train"].pack
+            self.splits[name] = Split(read, name, verify=self.config.verify)
+        return self.splits[name]
+
     def close(self) -> None:
         """Release the hooks and the threads, and close all splits, after the last step."""
         self.trainer.reduce.close()
         self.loader.close()
-        self.input.close()
-
-
-def restore(run: Run, earlier: PreviousLaunch | None) -> list[str]:
-    """Restore the state that an earlier launch saved, which rank 0 reads. Collective.
-
-    Returns notes for the record.
-    """
-    trainer, state, comm = run.trainer, run.progress, run.comm
-    if earlier is None or (checkpoint := earlier.checkpoint) is None:
-        return [*earlier.problems, "no checkpoint was left: from the first step"] if earlier else []
-    layout, saved = trainer.message.layout.digest(), checkpoint.state
-    try:
-        if saved["layout"] != layout:
-            raise ValueError(
-                f"its parameters are laid out as {saved['layout']}, the model's as {layout}: it is"
-                " another model"
-            )
-        state.from_json(saved)
-        trainer.load(read_on_all(comm, checkpoint.tensors))
-    except ValueError as error:
-        text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
-        raise agreed(UsageError(text)) from error
-    notes = [*earlier.problems, f"going on after step {state.step}"]
-    here = hardware_key(trainer.message.device)
-    if saved["key"] != here:
-        note = f"begun on {saved['key']}, now on {here}"
-        notes.append(f"{note}: the bits may differ" if run.config.deterministic else note)
-    best = best_file(earlier.folder, state.best.step)
-    if state.best.step and not on_root(comm, has_best, best, checkpoint.best):
-        notes.append(f"{best} is gone: the best of what follows is kept")
-        state.best, state.best_loss = NOTHING, math.inf
-    return notes
+        for split in self.splits.values():
+            split.close()
 
 
 def read_on_all(comm: Comm, read: Callable[[], Tensors]) -> Tensors:

@@ -1,35 +1,35 @@
 """Setup of a run before its first step.
 
-The order is: data and device, network, plan, then the message and the objects that work on it.
+The order is: data and device, network, plan, then the message and the objects that work on it. With
+``--stage DIR`` every host copies the data that its ranks read to its own disk (``staging.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.config import (
-    Config,
-    byte_count,
-    checkpoint_interval,
-    validation_interval,
-    worker_loads,
-)
+from hpctrain.config import Config, byte_count, validation_interval, worker_loads
 from hpctrain.config.option import class_weights
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare, read_samples
-from hpctrain.data.pack import Pack
+from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
+from hpctrain.data.orders import BalancedOrder, Order, make_order
+from hpctrain.data.pack import External, Pack, SplitInfo, images_note, read_pack
 from hpctrain.data.partition import assign_shards, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
+from hpctrain.inference.opening import require_split
 from hpctrain.inference.own import import_functions, import_own, with_augment
 from hpctrain.inference.own_check import check_augment
 from hpctrain.inference.tasks import make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, load_init
+from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import place
 from hpctrain.parallel.mpi import (
@@ -42,25 +42,32 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.parallel.transport import open_device, open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
-from hpctrain.text import brief, listed
-from hpctrain.training.input import FIRST_ROWS, check_data, check_memory, open_input, open_pack
+from hpctrain.text import brief, counted, listed
+from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.optimizer import freeze
-from hpctrain.training.probe import probe_model
-from hpctrain.training.run import Progress, Run
+from hpctrain.training.probe import FIRST_ROWS, probe_model
+from hpctrain.training.run import Run
 from hpctrain.training.scaling import choose_scaling
+from hpctrain.training.staging import stage
 from hpctrain.training.trainer import Trainer
+from hpctrain.watchdog import doing
+
+NOTED_BYTES = 1 << 30  # on each rank for what is kept of samples; if it is more, a note says so
+SORTED_BYTES = 48  # of a sample while --balanced-sampling sorts samples by class
 
 
-def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool = False) -> Run:
+def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) -> Run:
     """Set up a run from a configuration that passed `check_settings`. Collective.
 
-    `earlier` is the plan of the run's first launch, if this launch resumes it, and `saved` whether
-    it left a checkpoint, which then provides the weights instead of --init. Nothing that is made
-    here is replaced later. Calls that are passed `comm` are collective, and all ranks make them in
-    this order. Raises the same error on all ranks.
+    The plan of the `earlier` launch, if this one resumes a run, is kept, and its checkpoint, if
+    any, provides the weights instead of --init. Nothing that is made here is replaced later. Calls
+    that are passed `comm` are collective, and all ranks make them in this order. Raises the same
+    error on all ranks.
     """
+    begun = earlier.plan if earlier else None
+
     # Data and device
-    pack = open_pack(config, comm)
+    pack = on_root(comm, find_pack, config)
     with on_all(comm):
         check_data(config, pack)
         train = Split(pack, "train", verify=config.verify)
@@ -69,25 +76,23 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     device = open_device(comm, config.device)
-    threads = cpu_threads(config, fair_threads(comm), earlier)
+    threads = cpu_threads(config, fair_threads(comm), begun)
     torch.set_num_threads(threads)  # launchers set 1 or all cores
 
     # Network: what it learns, how its input is scaled, what it does with the first samples
     with on_all(comm):
-        model, init = make_model(config, pack, not saved)
+        model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
     like = next(model.parameters())
     place(model, device, config.channels_last)
     with on_all(comm):
         frozen = freeze(model, config.freeze)
     weights = on_root(comm, find_class_weights, config.class_weights, train)
-    resolved = {
-        "precision": earlier.precision if earlier else config.precision,
-        "class_weights": weights,
-    }
+    precision = begun.precision if begun else config.precision
+    resolved = {"precision": precision, "class_weights": weights}
     with on_all(comm):
         own = import_functions(config.loss, config.metric)
         task = make_task({**dataclasses.asdict(config), **resolved}, len(pack.classes), like, own)
-        scaling, why = choose_scaling(config, earlier, pack, model, init)
+        scaling, why = choose_scaling(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
     prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
     probe = on_root(comm, probe_model, norms, task, train, prepare, config)
@@ -108,9 +113,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         class_weights=weights,
         scaling=scaling,
     )
-    plan = on_root(
-        comm, lambda: extend(earlier, config, facts) if earlier else resolve(config, facts)
-    )
+    plan = on_root(comm, lambda: extend(begun, config, facts) if begun else resolve(config, facts))
     with on_all(comm):
         runs = assign_shards(plan.shards, comm.size, worker_loads(config.worker_load))
 
@@ -122,25 +125,22 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     trainer = Trainer(norms, task, config, plan, transport, runs)
 
     # Loader
-    on_host = comm_of_host(comm).size
+    on_host, own_shards = comm_of_host(comm).size, runs[comm.rank]
     with on_all(comm):
         kept = check_memory(config, plan, pack.splits["train"], on_host)
-    opened = open_input(config, plan, train, runs[comm.rank], comm)
+    train, order = open_order(config, plan, train, own_shards, comm)
     augmentation = Augmentation.of(config)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
     if config.augment:
-        augmented = with_own_augment(config.augment, augmented, opened.train, comm)
-    buffer = byte_count(config.read_buffer, "--read-buffer")
-    loader = Loader(
-        opened.train,
-        opened.order,
-        runs[comm.rank],
-        augmented,
-        task.pair,
-        plan.epochs,
-        ReadOptions(buffer, config.random_crop, device),
+        with on_all(comm):
+            function = import_own(config.augment, "--augment", "images", "generator")
+        rows, key = np.arange(min(FIRST_ROWS, len(train))), random_key("own functions")
+        on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
+        augmented = with_augment(function, augmented)
+    options = ReadOptions(
+        byte_count(config.read_buffer, "--read-buffer"), config.random_crop, device
     )
-    texts = sharing, init, why, frozen, kept
+    texts = sharing, init, why, frozen, kept, images_note(pack)
     return Run(
         config=config,
         facts=facts,
@@ -148,30 +148,70 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         comm=comm,
         shards=runs,
         pack=pack,
-        input=opened,
+        splits={"train": train},
         task=task,
         trainer=trainer,
-        loader=loader,
+        loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
         prepare=prepare,
         validations=validation_interval(config.validate_every),
-        checkpoints=checkpoint_interval(config.checkpoint_every),
-        transport=choice,
-        init=init,
-        notes=tuple(map(str, filter(None, texts))),
-        progress=Progress(planned=plan.epochs),
+        chosen={
+            "transport": choice.name,
+            "transport_reason": choice.reason,
+            "init": dataclasses.asdict(init) if init else None,
+        },
+        notes=[str(text) for text in texts if text],
     )
 
 
-def with_own_augment(name: str, prepare: Prepare, source: Split, comm: Comm) -> Prepare:
-    """Return `prepare` followed by the function that --augment names. Collective.
+def find_pack(config: Config) -> Pack:
+    """Find (or make), check and open the pack, or the file of --images (rank 0)."""
+    path = locate(config.data, config.cache_dir)
+    if config.images is not None and config.labels is not None:
+        from hpctrain.data.external import read_external  # imports h5py
 
-    Raises UsageError if the function breaks a rule.
-    """
-    with on_all(comm):
-        own = import_own(name, "--augment", "images", "generator")
-    rows, key = np.arange(min(FIRST_ROWS, len(source))), random_key("own functions")
-    on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
-    return with_augment(own, prepare)
+        blocks = None if config.shuffle == "blocks" else 0
+        names = config.images, config.labels, config.layout
+        options = External(*names, config.split, config.seed, blocks, config.max_value)
+        return read_external(path, options)
+    pack = read_pack(path)
+    require_split(pack, "train")
+    return pack
+
+
+def check_data(config: Config, pack: Pack) -> None:
+    """Raise UsageError for settings that do not fit the pack."""
+    height, width, _ = pack.image_shape
+    if not 0 <= config.shift < min(height, width):  # else nothing of an image could be left
+        allowed = f"images of {width}x{height} allow 0 to {min(height, width) - 1}"
+        raise UsageError(f"--shift is {config.shift}; {allowed}")
+    if config.random_crop and not pack.fit:
+        raise UsageError(
+            f"--random-crop cuts JPEG files as they are decoded, but {pack.path} holds pixels: pack"
+            " with --encoding jpeg"
+        )
+    chunked = pack.splits["train"].images.chunk_rows > 0
+    if config.balanced_sampling and (config.shuffle or ("blocks" if chunked else "")) == "blocks":
+        default = "" if config.shuffle else " (the default for a file of chunks)"
+        raise UsageError(
+            f"--balanced-sampling and --shuffle blocks{default} exclude each other: a block is read"
+            " once per epoch, and images of rare classes repeat: use --shuffle partition"
+        )
+    needs = {
+        "--final best": config.final == "best",
+        "--patience": config.patience,
+        "--validate-every": config.validate_every not in (Config.validate_every, "0"),
+    }
+    require_validation(pack, needs)
+
+
+def require_validation(pack: Pack, needs: Mapping[str, object]) -> None:
+    """Raise UsageError if a setting in `needs` is given and the pack has no validation split."""
+    for flag, given in needs.items():
+        if given and "validation" not in pack.splits:
+            raise UsageError(
+                f"{flag} needs a split validation, and {pack.path} has none:"
+                f" {'train' if pack.external is not None else 'pack'} with --split 0.8,0.1,0.1"
+            )
 
 
 def find_class_weights(given: str | None, train: Split) -> tuple[float, ...]:
@@ -211,3 +251,65 @@ def make_model(
         init = load_init(model, path, classes, pack.image_shape[2])
     model.train()
     return model, init
+
+
+def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:
+    """Return a note on the memory that --shuffle global takes on each rank, "" if it is little.
+
+    A rank then keeps the labels, checksums and offsets of all samples. Raises UsageError if that is
+    more than the memory of this host, on which `ranks` ranks run.
+    """
+    columns = (info.labels, info.offsets, info.crc32 if config.verify else None)
+    each = sum(np.dtype(column.dtype).itemsize for column in columns if column is not None)
+    each += config.verify + SORTED_BYTES * config.balanced_sampling
+    if plan.shuffle != "global" or each * info.samples <= NOTED_BYTES:
+        return ""
+    gib = each * info.samples / 2**30
+    takes = (
+        f"--shuffle global keeps numbers of {info.samples:,} samples: {gib:,.1f} GiB on each rank"
+    )
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if gib * ranks > there:
+        raise UsageError(
+            f"{takes}, and this host has {there:,.1f} GiB for {counted(ranks, 'rank')}: use"
+            " --shuffle partition or blocks, or fewer ranks per host"
+        )
+    return takes
+
+
+def open_order(
+    config: Config, plan: Plan, source: Split, shards: range, comm: Comm
+) -> tuple[Split, Order]:
+    """Return the training split, and the order in which this rank reads its `shards`. Collective.
+
+    With --stage the split is that of a copy on this host, and `source` is closed. Labels, checksums
+    and offsets that this rank may need are read now and kept. Raises the same error on all ranks.
+    """
+
+    def labels_of(samples: np.ndarray) -> np.ndarray:
+        return source.read_labels(samples)  # of the copy, once there is one
+
+    order = make_order(
+        plan.shuffle,
+        plan.partition,
+        config.seed,
+        plan.block_rows,
+        plan.window_blocks,
+        labels_of if config.balanced_sampling else None,
+    )
+    reach = order.reach(shards)
+    if config.stage and not config.dry_run:
+        needed = reach
+        if comm.rank == 0:  # it also tests own functions with the first samples
+            needed = range(0, max(reach.stop, min(FIRST_ROWS, len(source))))
+        pack = stage(config.stage, source, needed, comm)
+        source.close()
+        with on_all(comm):
+            source = Split(pack, "train", verify=config.verify)
+        doing("setting up")  # replaces the last piece that was staged
+    with on_all(comm):
+        source.hold(reach)
+        if isinstance(order, BalancedOrder):  # reads all labels of the shards
+            for shard in shards:
+                order.classes(shard)
+    return source, order

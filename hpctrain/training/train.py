@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.cluster import LEFT
-from hpctrain.config import Config, check_settings
-from hpctrain.data.pack import Pack, images_note
+from hpctrain.config import Config, check_settings, checkpoint_interval, duration
 from hpctrain.errors import RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
-from hpctrain.models import read_model, save_model
+from hpctrain.models import read_model
 from hpctrain.parallel.device import explain_errors, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
@@ -31,31 +30,19 @@ from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import counted, say
 from hpctrain.training.checkpoint import Writer
-from hpctrain.training.control import Control, OnEvaluation, RunLock, TimeLimits, read_times
+from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadline
 from hpctrain.training.folder import (
     PreviousLaunch,
     find_previous_launch,
     make_run_folder,
     open_run_folder,
+    restore,
     run_facts,
 )
-from hpctrain.training.input import open_pack, require_validation
 from hpctrain.training.loop import compare_ranks, save_checkpoint, train_epochs
-from hpctrain.training.run import (
-    CannotContinue,
-    EndReason,
-    NonFinite,
-    Run,
-    restore,
-)
-from hpctrain.training.setup import set_up
-from hpctrain.training.validate import (
-    choose_network,
-    describe_network,
-    evaluated_network,
-    test,
-    validate,
-)
+from hpctrain.training.run import CannotContinue, NonFinite, Run
+from hpctrain.training.setup import find_pack, require_validation, set_up
+from hpctrain.training.validate import choose_network, save_network, test, validate
 from hpctrain.watchdog import HEARTBEATS, current, doing, started, waiting
 
 SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
@@ -94,42 +81,42 @@ def run_training(
     comm = start_mpi() if comm is None else comm
     config = on_root(comm, lambda: config)
     on_root(comm, check_settings, config)
-    times = on_root(comm, read_times, config)
-    limit_finalize(min(60.0, times.timeout))
-    lock = RunLock()
+    limit_finalize(min(60.0, duration(config.hang_timeout, "--hang-timeout")))
+    lock, (deadline, note) = RunLock(), on_root(comm, find_deadline, config)
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(explain_errors(RunError))
         started("setting up")
         earlier = on_root(comm, find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
-            return on_root(comm, say_finished, earlier, open_pack(config, comm))
+            return on_root(comm, say_finished, earlier)
         config = earlier.config if earlier else config
         precision = earlier.plan.precision if earlier else config.precision
         stack.enter_context(torch_settings(precision, config.deterministic))
-        plan, checkpoint = (earlier.plan, earlier.checkpoint) if earlier else (None, None)
-        run = stack.enter_context(closing(set_up(config, comm, plan, checkpoint is not None)))
+        run = stack.enter_context(closing(set_up(config, comm, earlier)))
+        run.notes += filter(None, [note])
         if config.dry_run:
-            notes = (f"note           {note}" for note in run.notes)
             lines = describe_plan(config, run.facts, run.plan, run.shards)
-            on_root(comm, say, "\n".join([*lines, *notes]))
+            lines += [f"note           {each}" for each in run.notes]
+            on_root(comm, say, "\n".join(lines))
             return TrainingResult(None, "planned")
         on_root(comm, require_validation, run.pack, {"on_evaluation": on_evaluation})
-        restored = restore(run, earlier)
-        stack.enter_context(open_run(run, earlier, lock, times, on_evaluation))
-        for note in (*restored, *run.notes, *filter(None, (times.note, images_note(run.pack)))):
-            run.recorder.note(note)
-        first = run.progress.step
-        train_epochs(run)
-        return finish(run, first, earlier is not None and earlier.idle)
+        if earlier:
+            run.notes[:0] = restore(run, earlier)
+            run.folder = on_root(comm, open_run_folder, run, earlier)
+        else:
+            run.folder = on_root(comm, make_run_folder, run, lock)
+        mine = run.folder if comm.rank == 0 else None
+        run.control = Control(mine, deadline, on_evaluation)
+        return train(run, earlier)
 
 
-def say_finished(earlier: PreviousLaunch, pack: Pack) -> TrainingResult:
+def say_finished(earlier: PreviousLaunch) -> TrainingResult:
     """Print that nothing is left to do, and return how the run has ended (rank 0).
 
-    Raises UsageError if the `pack` is not the run's, or its network is missing or corrupt.
+    Raises UsageError if its data has changed, or its network is missing or corrupt.
     """
-    check_unchanged("pack", earlier.plan.pack_uuid, pack.uuid)
+    check_unchanged("pack", earlier.plan.pack_uuid, find_pack(earlier.config).uuid)
     _, known = read_model(earlier.folder / MODEL_FILE)
     epochs = counted(earlier.plan.epochs, "epoch")
     say(f"The run {earlier.folder} is finished, {epochs}: a larger --epochs extends it")
@@ -137,41 +124,35 @@ def say_finished(earlier: PreviousLaunch, pack: Pack) -> TrainingResult:
     return TrainingResult(earlier.folder, "done", 0, *reached)
 
 
-@contextmanager
-def open_run(
-    run: Run,
-    earlier: PreviousLaunch | None,
-    lock: RunLock,
-    times: TimeLimits,
-    on_evaluation: OnEvaluation | None,
-) -> Iterator[None]:
-    """Open the folder of a restored run, its record and what watches it, in a block. Collective.
+def train(run: Run, earlier: PreviousLaunch | None) -> TrainingResult:
+    """Open the record of a run and what watches it, train, and finish the run. Collective.
 
     If training cannot continue, its state is saved, unless it is final, and the reason is recorded.
     """
-    config, comm = run.config, run.comm
-    run.folder = on_root(
-        comm, lambda: open_run_folder(run, earlier) if earlier else make_run_folder(run, lock)
-    )
+    config, comm, first = run.config, run.comm, run.progress.step
     with on_all(comm):
         if watchdog := current():
             watchdog.keep_in(run.folder / HEARTBEATS)
     mine = run.folder if comm.rank == 0 else None
+    every = checkpoint_interval(config.checkpoint_every)
     best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
     with (
         together(comm),
-        Recorder(mine, config.progress, config.tensorboard, run.progress.step) as run.recorder,
-        Control(mine, times.ends, on_evaluation) as run.control,
-        Writer(mine, run.checkpoints, config.keep_checkpoints, best) as run.writer,
+        Recorder(mine, config.progress, config.tensorboard, first) as run.recorder,
+        run.control,
+        Writer(mine, every, config.keep_checkpoints, best) as run.writer,
     ):
         run.recorder.run(run_facts(run))
+        for note in run.notes:
+            run.recorder.note(note)
         own = run.trainer.state().values()
         run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
         try:
-            yield
+            train_epochs(run)
+            return finish(run, first, earlier is not None and earlier.idle)
         except CannotContinue as error:
             text = str(error)
-            if not run.progress.chosen:
+            if not run.progress.final:
                 doing("saving")
                 try:
                     compare_ranks(run)
@@ -198,14 +179,8 @@ def together(comm: Comm) -> Iterator[None]:
 def save_all(run: Run) -> None:
     """Save a checkpoint and the network, and wait for both (rank 0). Raises RunError."""
     save_checkpoint(run)
-    with evaluated_network(run):
-        save_network(run)
+    save_network(run)
     run.writer.wait()
-
-
-def save_network(run: Run) -> None:
-    """Write model.safetensors (rank 0)."""
-    save_model(run.folder / MODEL_FILE, run.trainer.model, describe_network(run))
 
 
 def finish(run: Run, first: int, again: bool) -> TrainingResult:
@@ -215,22 +190,21 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
     record. A launch that was preempted before its first step has lost nothing, and exits with 75
     like any other, unless that happened in the launch before too (`again`): then with 1.
     """
-    state, trainer, comm = run.progress, run.trainer, run.comm
+    state, comm = run.progress, run.comm
     doing("comparing digests")
     compare_ranks(run)
-    doing("saving")
     save_checkpoint(run)
     on_root(comm, run.writer.wait)
     validates = "validation" in run.pack.splits and state.validated < state.step
-    if validates and state.ended not in (EndReason.STOP, EndReason.PREEMPTED):
+    if validates and state.ended not in ("stopped", "preempted"):
         validate(run)
         on_root(comm, run.writer.wait)
     tests: dict[str, float | None] = {}
-    if state.ended is not EndReason.PREEMPTED:
+    if state.ended != "preempted":
         choose_network(run)
         on_root(comm, save_network, run)  # before anything else can fail
         tests = test(run) if run.config.test else {}
-    if state.ended is EndReason.PREEMPTED:
+    if state.ended == "preempted":
         signals = filter(None, allgather(comm, run.control.preempted_by()))
         why = f"{next(signals, 'a signal')}; saved"
         if state.step == first:
@@ -239,13 +213,12 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
         code = 1 if again and state.step == first else LEFT
         return TrainingResult(run.folder, "preempted", code, *state.network)
     on_root(comm, save_network, run)
-    stopped = state.ended is EndReason.STOP
-    status = "stopped" if stopped else "done"
+    status = state.ended or "done"
     run.recorder.end(
         status,
-        state.ended if stopped else state.reason,
+        state.reason,
         steps=state.step,
-        digest=trainer.digest(state.chain) if comm.rank == 0 else None,
+        digest=run.trainer.digest(state.chain) if comm.rank == 0 else None,
         checkpoint_stall=run.writer.stall,
         **tests,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,10 +14,10 @@ from hpctrain.fault import fault
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.inference.network import describe
-from hpctrain.models import read_model, snapshot
+from hpctrain.models import read_model, save_model, snapshot
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import best_file, evaluation_file
-from hpctrain.training.run import CannotContinue, EndReason, Run, read_on_all
+from hpctrain.training.run import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing
 
 
@@ -28,29 +29,26 @@ def validation_due(run: Run, step: int) -> bool:
 
 
 def validate(run: Run) -> None:
-    """Evaluate the validation split, keep the best network, check --patience. Collective."""
+    """Evaluate the validation split, keep the best network, check --patience. Collective.
+
+    The network with the smallest loss so far is written in the background.
+    """
     state, patience = run.progress, run.plan.patience
-    result = evaluation(run, "validation")
-    if result is None:
+    if (result := evaluation(run, "validation")) is None:
         return
     state.validated = state.step
-    if state.is_best(result.loss):
-        save_best(run)
+    smallest = math.inf if state.best_loss is None else state.best_loss
+    if result.loss < smallest:
+        state.best = Reached(state.step, state.epoch, dict(state.figures))
+        state.best_loss, state.waited = result.loss, 0
+        with evaluated_network(run):
+            tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
+        run.writer.save_best(state.step, tensors, describe_network(run))
+    else:
+        state.waited += 1
     if patience and state.waited >= patience and not state.ended:
-        state.ended, state.reason = (
-            EndReason.PATIENCE,
-            (
-                f"{patience} validations without a loss below the {state.best_loss:.4g}"
-                f" of step {state.best.step}"
-            ),
-        )
-
-
-def save_best(run: Run) -> None:
-    """Write the network with the smallest validation loss so far in the background (rank 0)."""
-    with evaluated_network(run):
-        tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
-    run.writer.save_best(run.progress.step, tensors, describe_network(run))
+        below = f"below the {smallest:.4g} of step {state.best.step}"
+        state.ended, state.reason = "done", f"{patience} validations without a loss {below}"
 
 
 @torch.no_grad()
@@ -59,7 +57,7 @@ def choose_network(run: Run) -> None:
 
     Raises CannotContinue if the file of the best one cannot be read.
     """
-    state, trainer = run.progress, run.trainer
+    state, trainer, chosen = run.progress, run.trainer, run.progress.network
     if run.config.final == "best" and state.best.step:
         path = best_file(run.folder, state.best.step)
         try:
@@ -70,9 +68,9 @@ def choose_network(run: Run) -> None:
         for name, tensor in best.items():
             tensors[name].copy_(tensor)
         trainer.norms.read()
-        state.went_back = True
+        chosen = state.best
     trainer.swap_averages()
-    state.chosen = True
+    state.final = chosen
 
 
 def describe_network(run: Run) -> dict[str, Any]:
@@ -81,6 +79,12 @@ def describe_network(run: Run) -> dict[str, Any]:
     where = {"run": run.folder.name, "step": reached.step, "epoch": reached.epoch}
     known = {**where, **reached.figures, "figures": reached.figures}
     return describe(run.config, run.plan, run.pack, known)
+
+
+def save_network(run: Run) -> None:
+    """Write the network that is evaluated to model.safetensors (rank 0)."""
+    with evaluated_network(run):
+        save_model(run.folder / MODEL_FILE, run.trainer.model, describe_network(run))
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
@@ -100,7 +104,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     model, prepare, block = run.trainer.model, run.prepare, run.plan.evaluation_rows
     try:
         with on_all(comm):
-            source = run.input.split(split)
+            source = run.split(split)
         with evaluated_network(run):
             result = evaluate(model, source, run.task, prepare, comm, block, go_on)
     except Failure as error:
@@ -111,7 +115,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     seconds = time.perf_counter() - began
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
     if result is None:
-        state.ended = state.ended if state.ended is EndReason.STOP else EndReason.PREEMPTED
+        if state.ended != "stopped":
+            state.ended = "preempted"
         return None
     step, epoch, known = state.network
     known[f"{split}_accuracy"] = result.accuracy
@@ -128,7 +133,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
 def evaluated_network(run: Run) -> AbstractContextManager[None]:
     """Let the model be the average of --ema in a block, until it is chosen as the final network."""
-    return nullcontext() if run.progress.chosen else run.trainer.averaged()
+    return nullcontext() if run.progress.final else run.trainer.averaged()
 
 
 def test(run: Run) -> dict[str, float | None]:

@@ -59,7 +59,7 @@ def one_step(**settings: Any) -> str:
     batches = run.loader.epoch(0)
     run.trainer.step(next(batches), run.plan.partition.total(0))
     batches.close()
-    with run.input.split("test") as source:
+    with run.split("test") as source:
         result = evaluate(run.trainer.model, source, run.task, run.prepare, MPI.COMM_SELF, 256)
     run.close()
     return f"{run.trainer.checksums()} {result and result.figures()}"

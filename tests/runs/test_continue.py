@@ -345,7 +345,7 @@ def test_a_file_in_the_place_of_the_folder_for_runs_is_named(pack, tmp_path, pla
     (tmp_path / "file").touch()
     refused = launch(pack, runs_dir=str(tmp_path / place))
     assert refused.code == 1
-    assert f"cannot make {tmp_path / place}" in refused.error
+    assert f"cannot write {tmp_path / place}" in refused.error
 
 
 @pytest.mark.parametrize("name", ["plan.json", "config.toml"])

@@ -116,8 +116,7 @@ def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
     control = Control(tmp_path, time.time() + 60)
     assert control.preempted_by() is None
     control.slowest_step, control.slowest_evaluation, control.saving = 10.0, 5.0, 10.0
-    assert control.margin() == 5 + 2 * 10 + 5 + 2 * 10
-    assert control.preempted_by() is None
+    assert control.preempted_by() is None  # 50 s
     control.slowest_evaluation = 20.0  # 65 s
     assert control.preempted_by() == "the time is up"
     assert control.preempted_by(evaluating=True) is None, "an evaluation looks at the clock itself"

@@ -156,6 +156,6 @@ __all__ += ["images_note", "read_external"]
 from hpctrain.plan import Facts, read_plan
 from hpctrain.plan import extend as extend_plan
 from hpctrain.plan import resolve as resolve_plan
-from hpctrain.training.input import check_memory
+from hpctrain.training.setup import check_memory
 
 __all__ += ["Facts", "check_memory", "extend_plan", "read_plan", "resolve_plan"]
