@@ -89,12 +89,10 @@ def take_lock(folder: Path) -> RunLock:
     """Create the folder and lock it. Raises UsageError if another driver holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock()
-    try:
-        lock.take(folder)
-    except UsageError as error:
+    if not lock.take(folder):
         raise UsageError(
             f"the sweep {folder} is at work: hpctrain stop {folder} first, or choose another --run"
-        ) from error
+        )
     return lock
 
 

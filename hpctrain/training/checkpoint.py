@@ -184,15 +184,11 @@ def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
 def has_best(path: Path, sha256: str) -> bool:
     """Whether the best network is there, with this SHA-256.
 
-    Raises UsageError if the file holds anything else, and RunError if it cannot be read.
+    Raises UsageError if the file holds anything else, and RunError as `read` does.
     """
     if not path.exists():
         return False
-    try:
-        found = read(path)[2]
-    except CorruptFile:
-        found = None
-    if found != sha256:
+    if read(path)[2] != sha256:
         raise UsageError(
             f"{path} is not the network that the checkpoint names (SHA-256 {sha256[:16]}...): put"
             " it back, or remove it, and the best of what follows is kept"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.cluster import job_end, received_signal
 from hpctrain.config import Config, duration
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.files import writing
 from hpctrain.watchdog import doing
@@ -159,24 +159,23 @@ class RunLock:
     def __init__(self) -> None:
         self._descriptor = -1
 
-    def take(self, folder: Path) -> None:
-        """Lock the folder.
+    def take(self, folder: Path) -> bool:
+        """Lock the folder, and return True; False if another process has locked it.
 
-        Raises UsageError if another process holds the lock, RunError if the folder is not writable.
+        Raises RunError if the folder is not writable.
         """
         with writing(folder / LOCK_FILE):
             self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
+            except (BlockingIOError, PermissionError):
                 self.release()
-                raise UsageError(
-                    f"another job works in {folder}: wait for it to end, or choose another --run"
-                ) from error
+                return False
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
         fault("lock.taken")
+        return True
 
     def release(self) -> None:
         """Release the lock."""
@@ -188,9 +187,6 @@ class RunLock:
 def is_locked(folder: Path) -> bool:
     """Whether another process has locked the folder. Raises RunError if it is not writable."""
     lock = RunLock()
-    try:
-        lock.take(folder)
-    except UsageError:
-        return True
+    taken = lock.take(folder)
     lock.release()
-    return False
+    return not taken

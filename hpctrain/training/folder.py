@@ -114,7 +114,7 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
         raise agreed(UsageError(text)) from error
     run.progress = state = Progress.from_json(saved)
     if run.plan.epochs > saved["epochs"]:
-        state.ended = ""  # by --patience: the run is extended
+        state.ended, state.reason = "", None  # by --patience: the run is extended
     notes = [*earlier.problems, f"going on after step {state.step}"]
     here = hardware_key(trainer.message.device)
     if saved["key"] != here:
@@ -174,7 +174,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "host_cores": host_cores,
         "shards": run.plan.shards,
         "device": run.facts.device,
-        **run.chosen,
+        **run.choices,
         "memory": memory,
         "memory_reason": memory_reason,
         "overlap": run.config.overlap,
@@ -221,7 +221,10 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         raise UsageError(f"the run {folder} exists: choose another name with --run")
     before, plan = read_settings(folder)
     config = keep_settings(config, before, plan, folder)
-    lock.take(folder)
+    if not lock.take(folder):
+        raise UsageError(
+            f"another job works in {folder}: wait for it to end, or choose another --run"
+        )
     reader = HistoryReader(folder, strict=True)
     reader.poll()
     history, wrong = reader.history, reader.problem or reader.history.corruption

@@ -123,10 +123,10 @@ class Run:
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
     validations: Interval
-    chosen: dict[str, object]  # the transport and the initial weights, for the record
+    choices: dict[str, object]  # the transport and the initial weights, for the record
     notes: list[str]  # on these choices, for the user
     progress: Progress = field(default_factory=Progress)
-    # Opened by `train`
+    # Opened for training
     folder: Path = field(init=False)
     recorder: Recorder = field(init=False)
     control: Control = field(init=False)

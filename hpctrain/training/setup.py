@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -154,7 +153,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
         prepare=prepare,
         validations=validation_interval(config.validate_every),
-        chosen={
+        choices={
             "transport": choice.name,
             "transport_reason": choice.reason,
             "init": dataclasses.asdict(init) if init else None,
@@ -182,36 +181,31 @@ def check_data(config: Config, pack: Pack) -> None:
     """Raise UsageError for settings that do not fit the pack."""
     height, width, _ = pack.image_shape
     if not 0 <= config.shift < min(height, width):  # else nothing of an image could be left
-        allowed = f"images of {width}x{height} allow 0 to {min(height, width) - 1}"
-        raise UsageError(f"--shift is {config.shift}; {allowed}")
+        most = min(height, width) - 1
+        raise UsageError(f"--shift {config.shift}: images of {width}x{height} allow 0 to {most}")
     if config.random_crop and not pack.fit:
-        raise UsageError(
-            f"--random-crop cuts JPEG files as they are decoded, but {pack.path} holds pixels: pack"
-            " with --encoding jpeg"
-        )
+        raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
     chunked = pack.splits["train"].images.chunk_rows > 0
     if config.balanced_sampling and (config.shuffle or ("blocks" if chunked else "")) == "blocks":
         default = "" if config.shuffle else " (the default for a file of chunks)"
         raise UsageError(
-            f"--balanced-sampling and --shuffle blocks{default} exclude each other: a block is read"
-            " once per epoch, and images of rare classes repeat: use --shuffle partition"
+            "--balanced-sampling repeats images of rare classes, and --shuffle blocks"
+            f"{default} reads a block once per epoch: use --shuffle partition"
         )
-    needs = {
-        "--final best": config.final == "best",
-        "--patience": config.patience,
-        "--validate-every": config.validate_every not in (Config.validate_every, "0"),
-    }
-    require_validation(pack, needs)
+    require_validation("--final best", config.final == "best", pack)
+    require_validation("--patience", config.patience, pack)
+    every = config.validate_every not in (Config.validate_every, "0")
+    require_validation("--validate-every", every, pack)
 
 
-def require_validation(pack: Pack, needs: Mapping[str, object]) -> None:
-    """Raise UsageError if a setting in `needs` is given and the pack has no validation split."""
-    for flag, given in needs.items():
-        if given and "validation" not in pack.splits:
-            raise UsageError(
-                f"{flag} needs a split validation, and {pack.path} has none:"
-                f" {'train' if pack.external is not None else 'pack'} with --split 0.8,0.1,0.1"
-            )
+def require_validation(flag: str, given: object, pack: Pack) -> None:
+    """Raise UsageError if `flag` is given and the pack has no validation split."""
+    if given and "validation" not in pack.splits:
+        how = "train" if pack.external is not None else "pack"
+        raise UsageError(
+            f"{flag} needs a split validation, and {pack.path} has none: {how} with --split"
+            " 0.8,0.1,0.1"
+        )
 
 
 def find_class_weights(given: str | None, train: Split) -> tuple[float, ...]:
@@ -226,31 +220,28 @@ def find_class_weights(given: str | None, train: Split) -> tuple[float, ...]:
     if given == "balanced":
         counts = train.count_classes()
         if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-            none = f"no training image is of class {listed(empty, 3)}: its weight would be infinite"
+            none = f"no training image is of class {listed(empty, 3)}"
             raise UsageError(f"{setting}: {none}; give a number for each class")
         return tuple((counts.sum() / (len(classes) * counts)).tolist())
     weights = class_weights(given)
     if len(weights) != len(classes):
-        has = f"the data has {len(classes)} classes: {listed(classes)}"
-        raise UsageError(f"{setting}: these are {len(weights)} weights, and {has}")
+        has = f"{len(weights)} weights for {len(classes)} classes, {listed(classes)}"
+        raise UsageError(f"{setting}: {has}")
     return weights
 
 
 def make_model(
-    config: Config, pack: Pack, first_weights: bool = True
+    config: Config, pack: Pack, first_weights: bool
 ) -> tuple[nn.Module, InitialWeights | None]:
     """Make the network with equal initial weights on all ranks; also return those of --init."""
     torch.manual_seed(random_key(config.seed, "weights"))
-    classes = len(pack.classes)
-    name = model_name(config, pack.image_shape)
-    model = build(name, pack.image_shape, classes, config.small_stem)
-    check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
+    shape, classes = pack.image_shape, len(pack.classes)
+    model = build(model_name(config, shape), shape, classes, config.small_stem)
+    check_forward(model, shape, output_shape(config.task, shape, classes))
     init = None
     if config.init and first_weights:
-        path = find_model(config.init, config.runs_dir)
-        init = load_init(model, path, classes, pack.image_shape[2])
-    model.train()
-    return model, init
+        init = load_init(model, find_model(config.init, config.runs_dir), classes, shape[2])
+    return model.train(), init
 
 
 def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:

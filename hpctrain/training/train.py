@@ -29,16 +29,10 @@ from hpctrain.parallel.mpi import (
 from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import counted, say
+from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadline
-from hpctrain.training.folder import (
-    PreviousLaunch,
-    find_previous_launch,
-    make_run_folder,
-    open_run_folder,
-    restore,
-    run_facts,
-)
+from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.loop import compare_ranks, save_checkpoint, train_epochs
 from hpctrain.training.run import CannotContinue, NonFinite, Run
 from hpctrain.training.setup import find_pack, require_validation, set_up
@@ -87,7 +81,7 @@ def run_training(
         stack.callback(lock.release)
         stack.enter_context(explain_errors(RunError))
         started("setting up")
-        earlier = on_root(comm, find_previous_launch, config, lock)
+        earlier = on_root(comm, folder.find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
             return on_root(comm, say_finished, earlier)
         config = earlier.config if earlier else config
@@ -100,12 +94,12 @@ def run_training(
             lines += [f"note           {each}" for each in run.notes]
             on_root(comm, say, "\n".join(lines))
             return TrainingResult(None, "planned")
-        on_root(comm, require_validation, run.pack, {"on_evaluation": on_evaluation})
+        on_root(comm, require_validation, "on_evaluation", on_evaluation is not None, run.pack)
         if earlier:
-            run.notes[:0] = restore(run, earlier)
-            run.folder = on_root(comm, open_run_folder, run, earlier)
+            run.notes[:0] = folder.restore(run, earlier)
+            run.folder = on_root(comm, folder.open_run_folder, run, earlier)
         else:
-            run.folder = on_root(comm, make_run_folder, run, lock)
+            run.folder = on_root(comm, folder.make_run_folder, run, lock)
         mine = run.folder if comm.rank == 0 else None
         run.control = Control(mine, deadline, on_evaluation)
         return train(run, earlier)
@@ -142,7 +136,7 @@ def train(run: Run, earlier: PreviousLaunch | None) -> TrainingResult:
         run.control,
         Writer(mine, every, config.keep_checkpoints, best) as run.writer,
     ):
-        run.recorder.run(run_facts(run))
+        run.recorder.run(folder.run_facts(run))
         for note in run.notes:
             run.recorder.note(note)
         own = run.trainer.state().values()
