@@ -121,6 +121,12 @@ def resolve(config: Config, facts: Facts) -> Plan:
     workers = (config.shards or facts.ranks) if many else 1
     batch_size = config.batch_size or (config.batch_per_rank or usual_batch) * workers
     partition = cut_epoch(facts.rows, batch_size, shards, facts.min_samples)
+    shuffle = config.shuffle or ("blocks" if facts.chunk_rows else "partition")
+    if config.balanced_sampling and shuffle == "blocks":
+        raise UsageError(
+            "--balanced-sampling repeats images of rare classes, and --shuffle blocks (the default"
+            " for a file of chunks) reads a block once per epoch: use --shuffle partition"
+        )
     block_rows = facts.block_rows or -(-READ_BYTES // facts.row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
     no_tf32 = config.precision == "default" and facts.device == "cpu"
@@ -149,7 +155,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         shards=shards,
         batch_size=partition.batch_size,
         last=partition.last,
-        shuffle=config.shuffle or ("blocks" if facts.chunk_rows else "partition"),
+        shuffle=shuffle,
         block_rows=block_rows,
         window_blocks=max(1, buffer // (2 * shards * block_rows * facts.row_bytes)),
         epochs=epochs,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,16 +185,17 @@ def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
 def has_best(path: Path, sha256: str) -> bool:
     """Whether the best network is there, with this SHA-256.
 
-    Raises UsageError if the file holds anything else, and RunError as `read` does.
+    Raises UsageError if the file holds anything else, and RunError if it cannot be read.
     """
     if not path.exists():
         return False
-    if read(path)[2] != sha256:
-        raise UsageError(
-            f"{path} is not the network that the checkpoint names (SHA-256 {sha256[:16]}...): put"
-            " it back, or remove it, and the best of what follows is kept"
-        )
-    return True
+    with suppress(CorruptFile):
+        if read(path)[2] == sha256:
+            return True
+    raise UsageError(
+        f"{path} is not the network that the checkpoint names (SHA-256 {sha256[:16]}...): put it"
+        " back, or remove it, and the best of what follows is kept"
+    )
 
 
 def read(path: Path) -> tuple[Tensors, dict[str, Any], str | None]:

@@ -185,13 +185,6 @@ def check_data(config: Config, pack: Pack) -> None:
         raise UsageError(f"--shift {config.shift}: images of {width}x{height} allow 0 to {most}")
     if config.random_crop and not pack.fit:
         raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
-    chunked = pack.splits["train"].images.chunk_rows > 0
-    if config.balanced_sampling and (config.shuffle or ("blocks" if chunked else "")) == "blocks":
-        default = "" if config.shuffle else " (the default for a file of chunks)"
-        raise UsageError(
-            "--balanced-sampling repeats images of rare classes, and --shuffle blocks"
-            f"{default} reads a block once per epoch: use --shuffle partition"
-        )
     require_validation("--final best", config.final == "best", pack)
     require_validation("--patience", config.patience, pack)
     every = config.validate_every not in (Config.validate_every, "0")

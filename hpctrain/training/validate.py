@@ -142,15 +142,14 @@ def test(run: Run) -> dict[str, float | None]:
     Writes the figures, with the confusion matrix, to the run's folder, and returns the accuracies
     or losses.
     """
-    splits = [name for name in run.pack.splits if name not in ("train", "validation")]
     found: dict[str, float | None] = {}
-    for split in splits:
-        if not run.pack.splits[split].samples or (result := evaluation(run, split)) is None:
+    for split, info in run.pack.splits.items():
+        if split in ("train", "validation") or not info.samples:
             continue
+        if (result := evaluation(run, split)) is None:
+            break
         what = result, run.pack, run.folder / MODEL_FILE, split
         on_root(run.comm, write_evaluation, evaluation_file(run.folder, split), *what)
-        if run.task.classes:
-            found[f"{split}_accuracy"] = result.accuracy
-        else:
-            found[f"{split}_loss"] = result.loss
+        name, value = ("accuracy", result.accuracy) if run.task.classes else ("loss", result.loss)
+        found[f"{split}_{name}"] = value
     return found
