@@ -86,23 +86,22 @@ def draw_set(
     Returns images (N, 28, 28, 1) uint8, labels (N,) int64 and a random number (N,) per image to
     sort by when shuffling.
     """
-    total = per_class * len(CLASSES)
     labels = np.repeat(np.arange(len(CLASSES), dtype=np.int64), per_class)
     edges = [per_class * number // len(styles) for number in range(len(styles) + 1)]
-    draws: dict[str, np.ndarray] = {key: np.empty(total) for key in RANGES}
-    ink = np.empty((total, SIDE, SIDE), dtype=np.float32)
+    drawn, inks = list[dict[str, np.ndarray]](), list[np.ndarray]()
     for digit in range(len(CLASSES)):
         for number, glyph_row in enumerate(styles):
             doing(f"drawing digit {digit} in style {number}")
-            rows = slice(digit * per_class + edges[number], digit * per_class + edges[number + 1])
             key = random_key("digits", seed, name, digit, number)
-            picked = spread(key, edges[number + 1] - edges[number])
-            lines = place(glyphs.segments(glyph_row[digit]), picked)
-            ink[rows] = coverage(lines, picked["half_width"])
-            for field, values in picked.items():
-                draws[field][rows] = values
-    grains = grain(random_key("digits", seed, name, "noise"), ink.shape)
-    light = ink * (255 * draws["ink"]).astype(np.float32)[:, None, None]
+            drawn.append(spread(key, edges[number + 1] - edges[number]))
+            lines = place(glyphs.segments(glyph_row[digit]), drawn[-1])
+            inks.append(coverage(lines, drawn[-1]["half_width"]))
+    draws = {field: np.concatenate([each[field] for each in drawn]) for field in RANGES}
+    light = np.concatenate(inks) * (255 * draws["ink"]).astype(np.float32)[:, None, None]
+    # Noise: multiples of 1/128 in [-1, 1) from the bytes of PCG64.
+    words = np.random.PCG64(random_key("digits", seed, name, "noise")).random_raw(light.size // 8)
+    grains = words.astype("<u8").view(np.uint8).reshape(light.shape).astype(np.float32)
+    grains = (grains - np.float32(128)) * np.float32(1 / 128)
     light += grains * draws["noise"].astype(np.float32)[:, None, None]
     pixels = np.clip(np.floor(light + np.float32(0.5)), 0, 255).astype(np.uint8)
     return pixels[..., None], labels, draws["order"]
@@ -113,31 +112,23 @@ def place(strokes: np.ndarray, draws: dict[str, np.ndarray]) -> np.ndarray:
 
     The centre of the image is (0, 0). The glyph is shrunk if its strokes would leave the image.
     """
-    x = strokes[:, 0::2].ravel()  # (2 S,)
-    y = strokes[:, 1::2].ravel()
-    x = (x - (x.min() + x.max()) / 2) / BOX
-    y = (y - (y.min() + y.max()) / 2) / BOX
+    points = strokes.reshape(-1, 2).T  # x and y, (2, 2 S)
+    x, y = (points - (points.min(axis=1) + points.max(axis=1))[:, None] / 2) / BOX
     column = {key: values[:, None] for key, values in draws.items()}  # (n, 1)
     bent_x = x + column["bow"] / BOX * (4 * y * y)  # (n, 2 S)
     bent_y = y + column["sway"] / BOX * (4 * x * x)
     wide = (bent_x * column["aspect"] + column["slant"] * bent_y) * column["height"]
     high = bent_y * column["height"]
     cosine, sine = turns(column["turn"])
-    turned_x = cosine * wide - sine * high
-    turned_y = sine * wide + cosine * high
+    turned = np.stack([cosine * wide - sine * high, sine * wide + cosine * high])  # (2, n, 2 S)
+    turned -= (turned.min(axis=2) + turned.max(axis=2))[..., None] / 2
     reach = MARGIN - column["half_width"]
-    for turned in (turned_x, turned_y):
-        turned -= (turned.min(axis=1) + turned.max(axis=1))[:, None] / 2
-    extent_x, extent_y = turned_x.max(axis=1)[:, None], turned_y.max(axis=1)[:, None]
-    shrink = np.minimum(1, reach / np.maximum(extent_x, extent_y))
-    turned_x = turned_x * shrink
-    turned_y = turned_y * shrink
-    for turned, name in ((turned_x, "right"), (turned_y, "down")):
-        room = np.minimum(LARGEST_SHIFT, reach - turned.max(axis=1)[:, None])
-        away = np.maximum(room - (1 - np.abs(column[name])) * SHIFT_VARIES, 0)
-        turned += np.where(column[name] < 0, -away, away)
-    ends = np.stack([turned_x, turned_y], axis=-1)  # (n, 2 S, 2)
-    return ends.reshape(len(ends), ends.shape[1] // 2, 4)
+    turned *= np.minimum(1, reach / turned.max(axis=(0, 2))[:, None])
+    room = np.minimum(LARGEST_SHIFT, reach - turned.max(axis=2)[..., None])
+    shift = np.stack([column["right"], column["down"]])  # (2, n, 1)
+    away = np.maximum(room - (1 - np.abs(shift)) * SHIFT_VARIES, 0)
+    turned += np.where(shift < 0, -away, away)
+    return turned.transpose(1, 2, 0).reshape(len(wide), len(strokes), 4)
 
 
 def coverage(lines: np.ndarray, half_width: np.ndarray) -> np.ndarray:
@@ -192,10 +183,3 @@ def spread(key: int, rows: int) -> dict[str, np.ndarray]:
     return {
         name: low + (high - low) * unit[i] for i, (name, (low, high)) in enumerate(RANGES.items())
     }
-
-
-def grain(key: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return noise of `shape`, float32 in [-1, 1): multiples of 1/128 from the bytes of PCG64."""
-    size = math.prod(shape)
-    raw = np.random.PCG64(key).random_raw(-(-size // 8)).astype("<u8").view(np.uint8)[:size]
-    return ((raw.astype(np.float32) - np.float32(128)) * np.float32(1 / 128)).reshape(shape)
