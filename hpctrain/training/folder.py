@@ -274,17 +274,19 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
 
 
 def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> Config:
-    """Return the settings with which a run goes on: those of this launch, and `before` of the run.
+    """Return the settings with which a run goes on: `before` those of its first launch, but `FREE`.
 
-    A default that has changed since the first launch stays as it was there. Raises UsageError with
-    the first other setting that differs.
+    Raises UsageError with the first other setting that differs, unless both are defaults: a default
+    that has changed since stays as it was.
     """
     kept: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
-        name, old, new = field.name, getattr(before, field.name), getattr(config, field.name)
-        if name in FREE or new == (plan.precision if name == "precision" else old):
+        name, new = field.name, getattr(config, field.name)
+        if name in FREE:
             continue
-        if new != field.default or name in plan.chosen:
+        kept[name] = getattr(before, name)
+        old = plan.precision if name == "precision" else kept[name]  # as resolved
+        if new != old and (new != field.default or name in plan.chosen):
             flag = flag_of(name)
             was, now = (
                 f"with {flag} {v}" if v is not None else f"without {flag}" for v in (old, new)
@@ -293,5 +295,4 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
                 f"the run {folder} was begun {was}, not {now}: give the same settings to continue"
                 " it, or another name with --run"
             )
-        kept[name] = old
     return dataclasses.replace(config, **kept)
