@@ -30,14 +30,9 @@ def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
     return counts
 
 
-def in_random_order(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Return the rows (n,) in the order in which they are assigned to splits."""
-    return rows[random_order(len(rows), random_key(seed, "pack split"))]
-
-
 def assign(labels: np.ndarray, shares: Shares, seed: int) -> np.ndarray:
     """Return the split of every sample: (N,) indices into SPLITS. Labels (N,) are 0 ... K-1."""
-    rows = in_random_order(np.arange(len(labels)), seed)
+    rows = shuffled(np.arange(len(labels)), seed, "pack split")
     splits = np.empty(len(labels), np.int32)
     splits[rows] = fill(labels[rows], [cut(n, shares) for n in np.bincount(labels).tolist()])
     return splits
@@ -61,9 +56,9 @@ def fill(labels: np.ndarray, room: list[list[int]]) -> np.ndarray:
     return splits
 
 
-def shuffled(rows: np.ndarray, seed: int, split: str) -> np.ndarray:
-    """Return the rows (n,) of a split in their final order."""
-    return rows[random_order(len(rows), random_key(seed, "pack order", split))]
+def shuffled(rows: np.ndarray, *key: int | str) -> np.ndarray:
+    """Return the rows (n, ...) in a random order that depends on n and the key alone."""
+    return rows[random_order(len(rows), random_key(*key))]
 
 
 def check_splits(

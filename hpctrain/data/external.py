@@ -29,9 +29,8 @@ import numpy as np
 
 from hpctrain.config import split_shares
 from hpctrain.data.draws import Shares, assign, check_splits, cut, shuffled
-from hpctrain.data.orders import random_order
 from hpctrain.data.pack import ALIASES, LAYOUTS, SPLITS, External, Pack, SplitInfo, Stored
-from hpctrain.data.partition import READ_BYTES, random_key
+from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.split import NOT_FINITE, File, Split, as_bytes
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.text import listed
@@ -92,14 +91,14 @@ def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
     """
     path, name = os.path.abspath(os.fsdecode(data.file.filename)), data.name
     sizes[path] = os.path.getsize(path)
-    properties, found = data.id.get_create_plist(), Stored(name, str(data.dtype), data.shape)
-    kind = properties.get_layout()
-    if kind == h5py.h5d.VIRTUAL:
+    found = Stored(name, str(data.dtype), data.shape)
+    if data.is_virtual:
         return found._replace(chunk_rows=_check_sources(data, path, sizes))
-    if properties.get_external_count():
+    if data.external:
         _check_external(data, path, sizes)
         return found
-    if kind == h5py.h5d.CHUNKED:
+    if data.chunks:
+        properties = data.id.get_create_plist()
         filters = [properties.get_filter(n)[0] for n in range(properties.get_nfilters())]
         if missing := [code for code in filters if not h5py.h5z.filter_avail(code)]:
             reason = f"{name} needs HDF5's filter {missing[0]}, which is not installed"
@@ -109,20 +108,18 @@ def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
         if written != chunks:
             raise Unusable(f"{name} is incomplete: {written:,} of {chunks:,} chunks")
         return found._replace(chunk_rows=int(data.chunks[0]))
-    if kind == h5py.h5d.COMPACT:
-        return found
-    if (offset := data.id.get_offset()) is None:
+    offset = data.id.get_offset()
+    if offset is None and not data.id.get_storage_size():
         raise Unusable(f"{name} was never written: the file does not hold its values")
-    return found._replace(offset=offset)
+    return found._replace(offset=offset or 0)  # 0: compact, inside the metadata
 
 
 def _check_external(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> None:
     """Raise Unusable unless the raw files of a dataset hold all its bytes."""
-    properties, missing = data.id.get_create_plist(), data.size * data.id.get_type().get_size()
+    missing = data.size * data.id.get_type().get_size()
     prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", os.path.dirname(path))
-    for number in range(properties.get_external_count()):
-        name, offset, size = properties.get_external(number)
-        raw = os.path.abspath(os.path.join(prefix, os.fsdecode(name)))
+    for name, offset, size in data.external:
+        raw = os.path.abspath(os.path.join(prefix, name))
         sizes[raw] = os.path.getsize(raw) if os.path.isfile(raw) else 0
         size = min(size, missing)  # the last one may be unlimited
         if offset + size > sizes[raw]:
@@ -138,20 +135,17 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
     """
     if prefix := os.environ.get("HDF5_VDS_PREFIX"):  # HDF5 then looks at several places
         raise Unusable(f"sources may be elsewhere by HDF5_VDS_PREFIX={prefix}: unset it")
-    properties, rows = data.id.get_create_plist(), 0
-    mapped = h5py.h5s.create_simple(data.shape)
+    rows, mapped = 0, h5py.h5s.create_simple(data.shape)
     mapped.select_none()
-    for number in range(properties.get_virtual_count()):
-        name = os.fsdecode(properties.get_virtual_filename(number))
+    for space, name, dataset, chosen in data.virtual_sources():
         places = (os.path.join(os.path.dirname(path), name), name)  # where HDF5 looks
         found = path if name == "." else next(filter(os.path.isfile, places), None)
         where = f"{data.name} is made of other datasets, and {name}"
         if found is None:
             raise Unusable(f"{where} is missing")
-        space = properties.get_virtual_vspace(number)
         with open_hdf5(os.path.abspath(found)) as file:
-            source = find_dataset(file, os.fsdecode(properties.get_virtual_dsetname(number)))
-            if (chosen := properties.get_virtual_srcspace(number)).shape:
+            source = find_dataset(file, dataset)
+            if chosen.shape:
                 last = chosen.get_select_bounds()[1]
                 is_within = len(last) == source.ndim and (np.array(last) < source.shape).all()
             else:  # all of the source
@@ -385,7 +379,7 @@ def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: in
     class even if the file is ordered by class.
     """
     blocks = -(-len(labels) // block_rows)
-    order = random_order(blocks, random_key(seed, "pack split"))
+    order = shuffled(np.arange(blocks), seed, "pack split")
     middles = np.minimum(np.arange(blocks) * block_rows + block_rows // 2, len(labels) - 1)
     order = order[np.argsort(labels[middles][order], kind="stable")]
     counts = cut(blocks, shares)
@@ -402,11 +396,10 @@ def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -
     of the file: a short one comes last.
     """
     if not block_rows:
-        return shuffled(rows, seed, split)
-    whole = len(rows) // block_rows
-    order = random_order(whole, random_key(seed, "blocks", split))
-    blocks = rows[: whole * block_rows].reshape(whole, block_rows)[order]
-    return np.concatenate([blocks.ravel(), rows[whole * block_rows :]])
+        return shuffled(rows, seed, "pack order", split)
+    whole, rest = np.split(rows, [len(rows) // block_rows * block_rows])
+    blocks = shuffled(whole.reshape(-1, block_rows), seed, "blocks", split)
+    return np.concatenate([blocks.ravel(), rest])
 
 
 def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> int:

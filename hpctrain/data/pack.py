@@ -44,7 +44,6 @@ ALIASES = {  # common names of splits
     "test": ("test", "testing"),
 }
 SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
-HASHED = 1 << 20  # checksums that are read at a time
 LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) or (N, H, W)
     "NHWC": (0, 1, 2, 3),
     "NCHW": (0, 2, 3, 1),
@@ -60,14 +59,8 @@ class Stored(NamedTuple):
     dataset: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int | None = None  # of its first byte; None: chunked, virtual or external storage
+    offset: int = 0  # of its first byte; 0: chunked, compact, virtual or external storage
     chunk_rows: int = 0  # of a chunk; 0 = there are none
-
-    @property
-    def place(self) -> int:
-        """The offset of an array that is stored in one piece."""
-        assert self.offset is not None
-        return self.offset
 
     @property
     def row_bytes(self) -> int:
@@ -84,7 +77,8 @@ class SplitInfo(NamedTuple):
     labels: Stored | np.ndarray  # an array (N,): of an external file
     crc32: Stored | None = None
     offsets: Stored | None = None  # of JPEG files
-    names: tuple[Stored, Stored] | None = None  # bytes and offsets
+    names: Stored | None = None  # bytes
+    name_offsets: Stored | None = None
     rows: np.ndarray | None = None  # (N,) of `images`, in the order of the split; None = all
     probe: int | None = None  # of an external file: `Split.probe`
 
@@ -158,8 +152,7 @@ def make_uuid(facts: Mapping[str, Any], checksums: Mapping[str, np.ndarray | h5p
     digest = hashlib.sha256(json.dumps([FORMAT, VERSION, dict(facts)], sort_keys=True).encode())
     for name, values in checksums.items():
         digest.update(json.dumps(name).encode())
-        for start in range(0, len(values), HASHED):
-            digest.update(np.ascontiguousarray(values[start : start + HASHED], "<u4").data)
+        digest.update(np.ascontiguousarray(values[:], "<u4").data)
     return str(uuid.UUID(bytes=digest.digest()[:16]))
 
 
@@ -211,12 +204,12 @@ def _read_split(
         shape = shape or found.shape[:1]
         if (np.dtype(found.dtype), found.shape) != (np.dtype(dtype), shape):
             raise Unusable(f"{found.dataset} is {found.dtype} {found.shape}, not {dtype} {shape}")
-        if found.offset is None:
+        if not found.offset:
             raise Unusable(f"{found.dataset} is not stored in one piece, as in a pack")
         return found
 
     labels = place("labels", "<i4")
-    rows = labels.shape[0]
+    rows, is_named = labels.shape[0], "names" in group
     return SplitInfo(
         path,
         rows,
@@ -224,22 +217,9 @@ def _read_split(
         labels,
         place("crc32", "<u4", rows),
         place("offsets", "<i8", rows + 1) if is_encoded else None,
-        (place("names", "u1"), place("name_offsets", "<i8", rows + 1))
-        if "names" in group
-        else None,
+        place("names", "u1") if is_named else None,
+        place("name_offsets", "<i8", rows + 1) if is_named else None,
     )
-
-
-def read_again(path: str | os.PathLike[str], external: dict[str, Any] | None) -> Pack:
-    """Open the pack or external file that a saved network names. Raises UsageError.
-
-    If `path` is not a pack, `read_external` is called with the arguments `external`, if given.
-    """
-    from hpctrain.data.external import read_external
-
-    if external is None or is_pack(path):
-        return read_pack(path)
-    return read_external(path, External(**external))
 
 
 def read_facts(file: h5py.File) -> dict[str, Any]:

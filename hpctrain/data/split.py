@@ -157,7 +157,7 @@ class Split:
                 height, width, channels = self.image_shape
                 self._fit = Fit(width, height, channels, crop=pack.fit == "crop")
                 self._threads = decode_threads(threads)
-            elif info.images.offset is None:
+            elif not info.images.offset:
                 from hpctrain.data.external import Rows  # imports h5py
 
                 self._rows = Rows(info.path, info.images, pack.sizes)
@@ -238,7 +238,7 @@ class Split:
         if samples == self._held[0]:
             return
         images, size = self.info.images, len(samples) * self.info.images.row_bytes
-        if images.offset is not None and not self.info.offsets:
+        if images.offset and not self.info.offsets:
             self._ahead = size > MOST_AHEAD or self.info.rows is not None
             if not self._ahead:
                 self._file.read_ahead(images.offset + samples.start * images.row_bytes, size)
@@ -246,7 +246,7 @@ class Split:
         for name in ("labels", "crc32", "offsets"):
             if isinstance(stored := getattr(self.info, name), Stored):
                 held[name] = np.empty(len(samples) + (name == "offsets"), stored.dtype)
-                offset = stored.place + samples.start * stored.row_bytes
+                offset = stored.offset + samples.start * stored.row_bytes
                 self._file.read(as_bytes(held[name]), offset)
         self._held = samples, held
 
@@ -259,7 +259,7 @@ class Split:
         if name in held and 0 <= places.min(initial=0) <= places.max(initial=0) < len(held[name]):
             return held[name][places]
         numbers = np.empty(len(indices), stored.dtype)
-        self._file.gather(stored.place, indices, as_bytes(numbers))
+        self._file.gather(stored.offset, indices, as_bytes(numbers))
         return numbers
 
     @property
@@ -272,17 +272,6 @@ class Split:
         """Return where these JPEG files, n > 0, lie among the bytes of the split."""
         return range(*self._take("offsets", np.array([samples.start, samples.stop])).tolist())
 
-    def describe(self, index: int) -> str:
-        """Return where a sample is stored and, if the pack says so, where it came from."""
-        source = self.source_of(index)
-        sample = f"{self.info.path}: sample {index} of split {self.name!r}"
-        return f"{sample} ({source})" if source else sample
-
-    @property
-    def has_sources(self) -> bool:
-        """Whether it is known where the samples came from."""
-        return self.info.names is not None or self.pack.external is not None
-
     def source_of(self, index: int) -> str:
         """Return where a sample came from, or "" if that is not known.
 
@@ -291,14 +280,12 @@ class Split:
         """
         if self.info.rows is not None:
             return f"{self.info.images.dataset}[{self.info.rows[index]}]"
-        if self.info.names is None:
+        if (names := self.info.names) is None:
             return ""
-        names, ends = self.info.names
-        bounds = np.empty(2, ends.dtype)
-        self._file.read(as_bytes(bounds), ends.place + index * ends.row_bytes)
+        bounds = self._take("name_offsets", np.array([index, index + 1]))
         start, stop = bounds.clip(0, names.shape[0]).tolist()  # no checksum covers them
         data = bytearray(max(0, stop - start))
-        self._file.read(memoryview(data), names.place + start)
+        self._file.read(memoryview(data), names.offset + start)
         return data.decode("utf-8", "surrogateescape")
 
     def close(self) -> None:
@@ -334,7 +321,7 @@ class Split:
         same, stored = True, self.pack.identity
         if stored:
             there = bytearray(stored.shape[0])
-            self._file.read(memoryview(there), stored.place)
+            self._file.read(memoryview(there), stored.offset)
             same = there == self.pack.uuid.encode()
         elif self.info.probe is not None:
             same = zlib.crc32(as_bytes(self.read_probe()[1])) == self.info.probe
@@ -348,7 +335,11 @@ class Split:
 
     def _report(self, found: Bad, bad: Bad | None) -> None:
         """Describe the samples `found` in `bad`, or raise RunError without it."""
-        described = {index: f"{self.describe(index)} {why}" for index, why in found.items()}
+        described = Bad()
+        for index, why in found.items():
+            source = f" ({name})" if (name := self.source_of(index)) else ""
+            sample = f"{self.info.path}: sample {index} of split {self.name!r}{source}"
+            described[index] = f"{sample} {why}"
         if bad is not None:
             bad |= described
         elif text := describe_first([described]):
@@ -366,7 +357,7 @@ class Split:
             if self._rows:
                 self._rows.read(part, values)
             else:
-                self._file.gather(stored.place, part, as_bytes(values), ahead)
+                self._file.gather(stored.offset, part, as_bytes(values), ahead)
             if not is_plain:
                 values = values.transpose(LAYOUTS[pack.layout]).reshape(images.shape)
                 if pack.max_value:  # with 255, bytes become what those of a pack become
@@ -388,7 +379,7 @@ class Split:
         for start, stop in ends:
             is_within = 0 <= start < stop <= stored.shape[0]
             files.append(memoryview(bytearray(stop - start if is_within else 0)))  # empty: corrupt
-            self._file.read(files[-1], stored.place + start * is_within)
+            self._file.read(files[-1], stored.offset + start * is_within)
         self._compare(indices, files, bad)
         for place, number, file in zip(places, indices.tolist(), files, strict=True):
             if number not in bad:

@@ -16,7 +16,7 @@ from hpctrain.config import (
     require_trust,
 )
 from hpctrain.data.loader import read_samples
-from hpctrain.data.pack import Pack, read_again
+from hpctrain.data.pack import External, Pack, is_pack, read_pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
@@ -92,7 +92,13 @@ def find_pack(saved: Saved, settings: NetworkConfig) -> Pack:
         raise UsageError(
             f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
         )
-    pack = read_again(locate(source, settings.cache_dir), saved.metadata.get("external"))
+    path, external = locate(source, settings.cache_dir), saved.metadata.get("external")
+    if external is None or is_pack(path):
+        pack = read_pack(path)
+    else:
+        from hpctrain.data.external import read_external  # imports h5py
+
+        pack = read_external(path, External(**external))
     require_split(pack, settings.split)
     if pack.image_shape != saved.image_shape:
         raise UsageError(

@@ -91,9 +91,9 @@ def images_of_split(network: Network, settings: PredictConfig, comm: Comm) -> Pr
         return bad
 
     def name(row: int) -> tuple[str, ...]:
-        return (str(row), *([source.source_of(row)] if source.has_sources else []))
+        return (str(row), source.source_of(row))[: len(columns)]
 
-    columns = ("row", "source") if source.has_sources else ("row",)
+    columns = ("row", "source") if source.source_of(0) else ("row",)
     how = read, source.dtype, source.read_labels
     return PredictionInput(range(len(source)), columns, name, *how)
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 
 from hpctrain.config import PackConfig, fold_number, split_shares
-from hpctrain.data.draws import check_splits, cut, fill, in_random_order, shuffled
+from hpctrain.data.draws import check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS
 from hpctrain.errors import UsageError
 from hpctrain.packing.sources import NO_SPLIT, Source
@@ -48,11 +48,13 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     latest = np.full(int(together.max()) + 1, NO_SPLIT, np.int32)  # given split of each group
     np.maximum.at(latest, together, splits)
     splits[splits < latest[together]] = NO_SPLIT  # left out
-    rows = in_random_order(np.flatnonzero(latest[together] == NO_SPLIT), config.seed)
+    rows = np.flatnonzero(latest[together] == NO_SPLIT)
+    rows = shuffled(rows, config.seed, "pack split")
     splits[rows] = _draw(labels[rows], together[rows], shares, is_grouped)
     found = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
     check_splits(found, labels, source.classes, wanted, source.name, way)
-    return {name: shuffled(of, config.seed, name) for name, of in found.items() if len(of)}
+    used = ((name, of) for name, of in found.items() if len(of))
+    return {name: shuffled(of, config.seed, "pack order", name) for name, of in used}
 
 
 def _hold_out(source: Source, splits: np.ndarray, together: np.ndarray, config: PackConfig) -> str:
@@ -66,7 +68,7 @@ def _hold_out(source: Source, splits: np.ndarray, together: np.ndarray, config: 
         raise UsageError("--fold is for sources that do not give a validation split, as this does")
     number, count = fold_number(config.fold or "")
     held_out = VALIDATION if (splits == TEST).any() else TEST
-    rows = in_random_order(np.flatnonzero(splits != TEST), config.seed)
+    rows = shuffled(np.flatnonzero(splits != TEST), config.seed, "pack split")
     folds = _draw(source.labels[rows], together[rows], (Fraction(1, count),) * count, True)
     splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
     return SPLITS[held_out]

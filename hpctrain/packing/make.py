@@ -146,7 +146,7 @@ def pack_digits(config: PackConfig, output: Path) -> None:
         drawn = assign(labels, shares, config.seed)
         rows = {name: np.flatnonzero(drawn == i) for i, name in enumerate(SPLITS) if shares[i]}
         check_splits(rows, labels, classes, rows, "digits")
-        rows = {name: shuffled(of, config.seed, name) for name, of in rows.items()}
+        rows = {name: shuffled(of, config.seed, "pack order", name) for name, of in rows.items()}
         unseen = {"unseen": splits["unseen"]}
         splits = {name: (images[of], labels[of]) for name, of in rows.items()} | unseen
     write_pack(output, splits, classes, provenance, overwrite=True)

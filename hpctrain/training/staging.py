@@ -84,7 +84,7 @@ def parts_to_copy(source: Split, samples: range) -> list[range]:
         parts.append((info.images, rows))
         parts += [(each, own) for each in (info.labels, info.crc32) if isinstance(each, Stored)]
     return [
-        range(*(stored.place + row * stored.row_bytes for row in (rows.start, rows.stop)))
+        range(*(stored.offset + row * stored.row_bytes for row in (rows.start, rows.stop)))
         for stored, rows in parts
     ]
 
