@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.config import Config
 from hpctrain.streams import copy_to_device
 
 CACHED_VALUES = 1 << 17  # scaled at a time on the CPU: 512 KiB of float32 stay in a core's cache
@@ -24,11 +23,6 @@ class Augmentation(NamedTuple):
 
     flip: bool = False
     shift: int = 0  # pixels
-
-    @classmethod
-    def of(cls, config: Config) -> Augmentation:
-        """Return the augmentation that the settings of a run ask for."""
-        return cls(*(getattr(config, name) for name in cls._fields))
 
 
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:

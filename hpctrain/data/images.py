@@ -39,7 +39,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", "
 
 QUALITY = 95  # of images converted to JPEG
 REACH = 2  # scaled decoding keeps at least this many times the requested size
-GRAY_MODES = ("1", "L", "LA", "La", "I", "F")  # and every mode that begins with "I;16"
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -110,12 +109,13 @@ def bad_images() -> Iterator[None]:
 
 
 @bad_images()
-def decode(data: bytes, fit: Fit) -> bytes:
-    """Decode an image file to the size and channels of `fit`: height x width x channels bytes.
+def decode(data: bytes | Image.Image, fit: Fit) -> bytes:
+    """Decode an image file, or convert an image of Pillow, which is not changed, to the size and
+    channels of `fit`: height x width x channels bytes.
 
     Raises BadImage, with ``fit.exact`` also if the image has another size.
     """
-    return _decode(_open(data), fit)
+    return _decode(data.copy() if isinstance(data, Image.Image) else _open(data), fit)
 
 
 @bad_images()
@@ -138,15 +138,6 @@ def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
     image.load()
     box = left / scale, top / scale, right / scale, bottom / scale
     return _resize(image, box, fit._replace(crop=False)).tobytes()
-
-
-@bad_images()
-def fit_image(image: Image.Image, fit: Fit) -> bytes:
-    """Convert an image of Pillow to `fit`, as `decode` does. The image itself is not changed.
-
-    Raises BadImage.
-    """
-    return _decode(image.copy(), fit)
 
 
 @bad_images()
@@ -260,7 +251,7 @@ def _has_colour(image: Image.Image) -> bool:
     if image.mode in ("P", "PA"):
         red, green, blue = image.convert("RGB").split()
         return not red.tobytes() == green.tobytes() == blue.tobytes()
-    return image.mode not in GRAY_MODES and not image.mode.startswith("I;16")
+    return len(image.getbands()) > 2
 
 
 def _orientation(image: Image.Image) -> int:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,7 +54,6 @@ Ready = tuple[list[Batch], Event, Bad]
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
 # network input, labels (m_j,) and the key -> input and target
 Pair = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-WindowKey = tuple[int, int, int]  # epoch, shard, number
 
 
 def make_prepare(
@@ -166,16 +166,11 @@ class Prefetcher(Iterator[Made]):
 
 
 class ReadOptions(NamedTuple):
-    """How a loader reads images.
+    """How a loader reads images."""
 
-    If all samples that it may read fit into `read_buffer` bytes, they are read once and kept. With
-    `random_crop`, every image is a random crop of its JPEG file with at least that share of the
-    area, and files are read when they are needed. `device` is where `prepare` needs the images.
-    """
-
-    read_buffer: int = READ_BUFFER
-    random_crop: float = 0.0
-    device: torch.device | str = "cpu"
+    read_buffer: int = READ_BUFFER  # bytes; samples that fit are read once and kept
+    random_crop: float = 0.0  # least share of a JPEG file's area in its random crops; 0 = all of it
+    device: torch.device | str = "cpu"  # where `prepare` needs the images
 
 
 class Loader:
@@ -213,9 +208,8 @@ class Loader:
         self._prefetch: Prefetcher[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
-        self._is_held = False  # what the shards may read was held, or read into `_kept`
-        self._kept: np.ndarray | None = None  # the images of all samples that they may read
-        self._windows: dict[WindowKey, Future[np.ndarray]] = {}
+        self._thread = ThreadPoolExecutor(1, "windows")
+        self._windows: dict[tuple[int, int, int], Future[np.ndarray]] = {}
         self._bad = Bad()  # of all samples that were read
         count = sum(self.partition.shares[j] for j in shards)
         self._upload = Upload((count, *split.image_shape), split.dtype, options.device)
@@ -223,9 +217,9 @@ class Loader:
     def close(self) -> None:
         """End the reading threads and free all that they have read. The next epoch starts anew."""
         self._end_prefetch()
-        if self._is_held:
-            self._thread.shutdown(cancel_futures=True)
-        self._is_held, self._kept, self._windows = False, None, {}
+        self._thread.shutdown(cancel_futures=True)
+        self._thread, self._windows = ThreadPoolExecutor(1, "windows"), {}
+        self.__dict__.pop("_kept", None)
 
     def epoch(
         self, epoch: int, first_step: int = 0, bad: Bad | None = None
@@ -269,7 +263,6 @@ class Loader:
 
     def _read_step(self, place: tuple[int, int]) -> Ready:
         epoch, step = place
-        self._hold()
         counts = {j: n for j in self.shards if (n := self.partition.count(step, j))}
         images, done, parts, bad = self._upload.buffer(sum(counts.values())), 0, list[Part](), Bad()
         for shard, count in counts.items():
@@ -287,16 +280,18 @@ class Loader:
             bad |= {index: self._bad[index] for index in self._bad.keys() & samples}
         return batches, self._upload.record_event(), bad
 
-    def _hold(self) -> None:
-        """Read all that the shards may read, if it fits, and hold its labels. Once."""
-        if self._is_held:
-            return
+    @cached_property
+    def _kept(self) -> np.ndarray | None:
+        """The images of all samples that the shards may read, if they fit; their labels are held.
+
+        The first access reads them.
+        """
         reach = self.order.reach(self.shards)
         self.split.hold(reach)
-        fits = len(reach) * self.split.pack.image_bytes <= self._options.read_buffer
-        if fits and not self._options.random_crop:
-            self._kept = self._load(np.arange(reach.start, reach.stop))
-        self._thread, self._is_held = ThreadPoolExecutor(1, "windows"), True
+        size = len(reach) * self.split.pack.image_bytes
+        if self._options.random_crop or size > self._options.read_buffer:
+            return None
+        return self._load(np.arange(reach.start, reach.stop))
 
     def _read(self, place: tuple[int, int, int], key: int, out: np.ndarray) -> np.ndarray:
         """Read samples of a shard into `out` (n, H, W, C); return their indices, (n,) int64.

@@ -36,6 +36,7 @@ KEPT = 1 << 22  # largest permutation that is drawn and kept: 16 MiB
 ROUNDS = 6
 
 Made = TypeVar("Made")
+LabelsOf = Callable[[np.ndarray], np.ndarray]  # samples (n,) -> their labels (n,)
 
 
 class Order:
@@ -56,13 +57,13 @@ class Order:
         """Return the samples that these shards may read in any epoch."""
         if self.everywhere:
             return range(self.partition.samples)
-        return range(self.partition.start(shards.start), self.partition.start(shards.stop))
+        return range(self.partition.starts[shards.start], self.partition.starts[shards.stop])
 
     def _draw(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """Return what these positions have in a permutation of all that the shard may read."""
         pool = () if self.everywhere else (shard,)
         n = self.partition.samples if self.everywhere else self.partition.sizes[shard]
-        first += self.partition.start(shard) if self.everywhere else 0
+        first += self.partition.starts[shard] if self.everywhere else 0
         permutation = self._permutation(("order", *pool), epoch, n, "order", epoch, *pool)
         return permutation(np.arange(first, first + count))
 
@@ -128,7 +129,7 @@ class BlockOrder(Order):
 
     def count(self, shard: int) -> int:
         """Return the number of windows in a shard's epoch."""
-        start, stop = self.partition.start(shard), self.partition.start(shard + 1)
+        start, stop = self.partition.starts[shard : shard + 2]
         blocks = -(-stop // self.block_rows) - start // self.block_rows
         return -(-blocks // self.window_blocks)
 
@@ -138,7 +139,7 @@ class BlockOrder(Order):
         """
 
         def make() -> tuple[np.ndarray, np.ndarray]:
-            start, stop = self.partition.start(shard), self.partition.start(shard + 1)
+            start, stop = self.partition.starts[shard : shard + 2]
             first = start - start % self.block_rows
             bounds = np.append(np.arange(first, stop, self.block_rows), stop).clip(start)
             order = Permutation(len(bounds) - 1, random_key(self.seed, "order", epoch, shard))
@@ -153,13 +154,8 @@ class BalancedOrder(Order):
     """An order in which every shard draws all classes of what it may read equally often."""
 
     def __init__(
-        self,
-        partition: Partition,
-        seed: int,
-        labels_of: Callable[[np.ndarray], np.ndarray],
-        everywhere: bool = False,
+        self, partition: Partition, seed: int, everywhere: bool, labels_of: LabelsOf
     ) -> None:
-        """`labels_of` returns the labels of samples (n,)."""
         super().__init__(partition, seed, everywhere)
         self.labels_of = labels_of
 
@@ -196,14 +192,14 @@ def make_order(
     seed: int,
     block_rows: int = 1,
     window_blocks: int = 1,
-    labels_of: Callable[[np.ndarray], np.ndarray] | None = None,
+    labels_of: LabelsOf | None = None,
 ) -> Order:
     """Return the order of that name; `block_rows` and `window_blocks` are for "blocks".
 
     With `labels_of`, which returns the labels of samples (n,), all classes are drawn equally often.
     """
     if labels_of is not None:
-        return BalancedOrder(partition, seed, labels_of, everywhere=name == "global")
+        return BalancedOrder(partition, seed, name == "global", labels_of)
     if name == "blocks":
         return BlockOrder(partition, seed, block_rows, window_blocks)
     return Order(partition, seed, everywhere=name == "global")

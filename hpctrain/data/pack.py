@@ -166,7 +166,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
 
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
-        if not _is_marked(file):
+        if file.attrs.get("format") != FORMAT.encode():
             hint = "make one with 'hpctrain pack', or train on it with --images and --labels"
             raise Unusable(f"it is not a pack: {hint}; it holds {listed(file)}")
         if (version := int(file.attrs["version"])) != VERSION:
@@ -240,12 +240,11 @@ def images_note(pack: Pack) -> str | None:
     """Return a note for the record on how an external file is understood, or None."""
     if pack.external is None:
         return None
-    height, width, channels = pack.image_shape
     images = pack.splits["train"].images
+    shape = "{} rows, {} columns and {} channels".format(*pack.image_shape)
     return (
-        f"{images.dataset} is read as {images.shape[0]:,} images of {height} rows, {width} columns"
-        f" and {channels} channels ({pack.layout}), of {len(pack.classes):,} classes: labels"
-        f" {listed(pack.classes, 5)}"
+        f"{images.dataset} is read as {images.shape[0]:,} images of {shape}"
+        f" ({pack.layout}), of {len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
     )
 
 
@@ -255,10 +254,6 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
 
     try:
         with h5py.File(path, "r", locking=False) as file:
-            return _is_marked(file)
+            return bool(file.attrs.get("format") == FORMAT.encode())
     except Exception:  # of many types, for corrupt metadata
         return False
-
-
-def _is_marked(file: h5py.File) -> bool:
-    return bool(file.attrs.get("format") == FORMAT.encode())

@@ -78,12 +78,9 @@ class Partition:
         return tuple((self.steps - 1) * b + r for b, r in zip(self.shares, self.last, strict=True))
 
     @cached_property
-    def _starts(self) -> tuple[int, ...]:
+    def starts(self) -> tuple[int, ...]:
+        """First sample of every shard's partition, and N, (S + 1,)."""
         return tuple(accumulate(self.sizes, initial=0))
-
-    def start(self, shard: int) -> int:
-        """Return the first sample of the shard's partition; for shard S, the number of samples."""
-        return self._starts[shard]
 
     def count(self, step: int, shard: int) -> int:
         """Return the number of samples of `shard` in `step` (from 0 within the epoch), m_j."""

@@ -204,8 +204,7 @@ class Split:
     @cached_property
     def labels(self) -> np.ndarray:
         """The labels of all samples, (N,) int64, read on first access and kept: 8 bytes each."""
-        parts = [self.read_labels(part) for part in pieces(len(self))]
-        return np.concatenate([np.empty(0, np.int64), *parts])
+        return np.concatenate([np.empty(0, np.int64), *map(self.read_labels, pieces(len(self)))])
 
     def read_labels(self, indices: np.ndarray, bad: Bad | None = None) -> np.ndarray:
         """Return the labels of the samples `indices` (n,), (n,) int64.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from hpctrain.data.images import SUFFIXES, BadImage, Fit, decode, decode_threads, fit_image
+from hpctrain.data.images import SUFFIXES, BadImage, Fit, decode, decode_threads
 from hpctrain.errors import UsageError
 from hpctrain.inference.blocks import Read, Unusable
 from hpctrain.inference.network import Saved
@@ -61,7 +61,7 @@ def open_images(saved: Saved, given: Any) -> Images:
             if image.shape == saved.image_shape:
                 return np.ascontiguousarray(image)
             image = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
-        return fit_image(image, fit)
+        return decode(image, fit)
 
     dtype = kinds.pop() if kinds else np.dtype(np.uint8)
     return Images(names, reader(saved, names, fitted), dtype, False)

@@ -128,7 +128,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     with on_all(comm):
         kept = check_memory(config, plan, pack.splits["train"], on_host)
     train, order = open_order(config, plan, train, own_shards, comm)
-    augmentation = Augmentation.of(config)
+    augmentation = Augmentation(config.flip, config.shift)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
     if config.augment:
         with on_all(comm):

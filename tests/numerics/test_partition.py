@@ -75,8 +75,7 @@ def check_reading(partition, rows):
             places[shard] += count
     assert sorted(seen) == list(range(rows))
     assert places == list(partition.sizes)
-    starts = [partition.start(shard) for shard in (*shards, len(shards))]
-    assert starts == [sum(partition.sizes[:shard]) for shard in (*shards, len(shards))]
+    assert [*partition.starts] == [sum(partition.sizes[:shard]) for shard in (*shards, len(shards))]
     assert all(r <= b for r, b in zip(partition.last, partition.shares, strict=True))
 
 
