@@ -19,8 +19,6 @@ from hpctrain.text import say
 from hpctrain.watchdog import doing
 
 BUILT_IN = ("digits", "flowers")
-# Names of sources for `pack`, refused here: the reader of packs would only say "not an HDF5 file".
-SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
 URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
 SHA256 = "4c54ace7911aaffe13a365c34f650e71dd5bf1be0a58b464e5a7183e3e595d9c"
 
@@ -29,7 +27,7 @@ def locate(data: str, cache_dir: str) -> Path:
     """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
 
     Built-in names take precedence: write ./digits for a file of that name. Raises UsageError (one
-    line) if `data` is not a file or has to be packed first. Making a set raises what `pack` raises.
+    line) if `data` is not a file. Making a set raises what `pack` raises.
     """
     path = Path(data)
     if data in BUILT_IN:
@@ -41,15 +39,13 @@ def locate(data: str, cache_dir: str) -> Path:
             # One job: this may be a rank, and no process should be started after MPI_Init. Another
             # one may have finished by now: replacing its file with an equal one is harmless.
             make_pack(PackConfig(data, cache_dir=cache_dir, jobs=1, overwrite=True))
-        return path
-    if data and path.is_file() and not data.lower().endswith(SOURCES):
-        return path
-    if data and (path.is_file() or path.is_dir()):
+    elif data and path.is_dir():
         command = f"python -m hpctrain pack {shlex.quote(data)}"
         raise UsageError(f"--data {data} is not a pack: run {command} first")
-    known = [*BUILT_IN, *(str(file) for file in path.parent.glob("*.h5"))]
-    hint = did_you_mean(data.lower(), known) or f": built in are {' and '.join(BUILT_IN)}"
-    raise UsageError(f"--data {data!r} is neither a file nor a built-in set{hint}")
+    elif not path.is_file():
+        hint = did_you_mean(data, BUILT_IN) or f": built in are {' and '.join(BUILT_IN)}"
+        raise UsageError(f"--data {data!r} is neither a file nor a built-in set{hint}")
+    return path
 
 
 def cache_path(cache_dir: str, name: str) -> Path:

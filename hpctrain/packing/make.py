@@ -33,12 +33,12 @@ from rich.table import Column, Table
 import hpctrain
 from hpctrain.config import PackConfig, check_settings, image_size, split_shares
 from hpctrain.data.digits import generate
-from hpctrain.data.draws import assign, check_splits, shuffled
-from hpctrain.data.images import Fit, probe
+from hpctrain.data.draws import assign, shuffled
+from hpctrain.data.images import BadImage, Fit, probe
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.split import Split, find_corrupt
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import check_room, remove_left_behind, whole_file
+from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
 from hpctrain.packing.assign import TRAIN, assign_rows
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
@@ -55,7 +55,6 @@ IMAGES_PER_TASK = 64  # that are read; fewer are decoded
 TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so many, at most so large
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
-PRINTED = ("source", "split_by", "split", "fold", "seed", "groups", "hpctrain")  # of the provenance
 
 
 class BadFiles(Exception):
@@ -141,14 +140,13 @@ def pack_digits(config: PackConfig, output: Path) -> None:
     splits, classes, provenance = generate(config.seed)
     if config.split != PackConfig.split:
         provenance["split"] = config.split
-        made, shares = (splits["train"], splits["test"]), split_shares(config.split)
+        made = splits.pop("train"), splits.pop("test")
         images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
-        drawn = assign(labels, shares, config.seed)
-        rows = {name: np.flatnonzero(drawn == i) for i, name in enumerate(SPLITS) if shares[i]}
-        check_splits(rows, labels, classes, rows, "digits")
-        rows = {name: shuffled(of, config.seed, "pack order", name) for name, of in rows.items()}
-        unseen = {"unseen": splits["unseen"]}
-        splits = {name: (images[of], labels[of]) for name, of in rows.items()} | unseen
+        drawn = assign(labels, split_shares(config.split), config.seed)
+        for number in np.unique(drawn).tolist():
+            name, rows = SPLITS[number], np.flatnonzero(drawn == number)
+            rows = shuffled(rows, config.seed, "pack order", name)
+            splits[name] = images[rows], labels[rows]
     write_pack(output, splits, classes, provenance, overwrite=True)
 
 
@@ -165,16 +163,15 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
                 try:
                     return write_images(config, source, fit, run, jobs, output)
                 except BadFiles as found:
-                    reasons = found.args[0]
-                source.drop(reasons)
-                for name, why in source.bad[-len(reasons) :]:
-                    note(f"unreadable: {name}: {why}")
+                    source.drop(found.args[0])
+                    for name, why in source.bad[-len(found.args[0]) :]:
+                        note(f"unreadable: {name}: {why}")
                 if not source.names:
                     raise UsageError(f"source {path}: none of its {total:,} files is an image")
                 if not config.skip_bad:
                     raise UsageError(
-                        f"{len(source.bad):,} of {total:,} files cannot be read, they are listed"
-                        " above: repair or remove them, or leave them out with --skip-bad"
+                        f"{len(source.bad):,} of {total:,} files cannot be read: remove those"
+                        " listed above, or leave them out with --skip-bad"
                     )
 
 
@@ -186,25 +183,22 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     sizes differ.
     """
     text = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
-    size, channels = image_size(text) if text else None, config.channels
-    exact, first, colour = not size, "", False
-    if config.crop and exact:
+    size, channels, first, colour = image_size(text) if text else None, config.channels, "", False
+    if config.crop and not size:
         raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
+    exact = not size
     if exact or not channels:
         rows = np.arange(len(source.names))
-        with closing(_read(source, rows, run, workers.read_each, probe, None)) as headers:
+        with closing(_read(source, rows, run, workers.read_each, probe)) as headers:
             for name, header in zip(source.names, headers, strict=True):
-                if header is None:  # found again when it is decoded
+                if isinstance(header, BadImage):  # found again when it is decoded
                     continue
-                width, height, has_colour = header
-                if not size:
-                    size, first = (width, height), name
-                if exact and (width, height) != size:
+                if exact and size and header[:2] != size:
                     raise UsageError(
-                        f"source {source.name}: images differ in size, {first} has"
-                        f" {size[0]}x{size[1]} pixels, {name} {width}x{height}: give one by --size"
+                        f"source {source.name}: images differ in size, {first} has {size[0]}x"
+                        f"{size[1]} pixels, {name} {header[0]}x{header[1]}: give one by --size"
                     )
-                colour = colour or has_colour
+                size, first, colour = size or header[:2], first or name, colour or header[2]
                 if colour and not exact:
                     break
     if not size:
@@ -224,9 +218,9 @@ def find_equal_files(source: Source, run: Run) -> None:
         keys = source.places[:, 3 if source.kind == "zip" else 2]  # CRC-32, else size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    found = _read(source, rows, run, workers.read_each, workers.sha256, b"")
-    digests = np.fromiter(found, "S32", len(rows))
-    rows, digests = rows[digests != b""], digests[digests != b""]
+    found = [*_read(source, rows, run, workers.read_each, workers.sha256)]
+    rows = rows[[not isinstance(digest, BadImage) for digest in found]]
+    digests = np.array([digest for digest in found if not isinstance(digest, BadImage)], "S32")
     _, first, numbers = np.unique(digests, return_index=True, return_inverse=True)
     source.duplicate_of[rows] = rows[first][numbers]
 
@@ -251,6 +245,7 @@ def write_images(
     rows = assign_rows(source, config)
     order, counts = np.concatenate([*rows.values()]), {name: len(of) for name, of in rows.items()}
     labels, count, jpeg = source.labels[order], len(order), config.encoding == "jpeg"
+    names = [source.names[row] for row in order] if config.names else None
     shape = fit.height, fit.width, fit.channels
     step = max(1, min(TASK_BYTES // math.prod(shape), count // (TASKS_PER_WORKER * jobs)))
     parts = [
@@ -260,24 +255,18 @@ def write_images(
     ]
     crc32, sizes = np.zeros(count, np.uint32), np.zeros(count, np.int64)
     sums = np.zeros((2, fit.channels), np.uint64)  # of train
-    kept, bad = 0, dict[int, str]()
+    kept, bad, writer = 0, dict[int, str](), None
 
-    def tasks(*how: Any, places: np.ndarray | None = None) -> Iterator[tuple[Any, ...]]:
-        """Yield the arguments of the task of each part; it is written at the first of `places`."""
+    def tasks(*how: Any) -> Iterator[tuple[Any, ...]]:
+        """Yield the arguments of the task of each part."""
         for part in parts:
-            where = () if places is None else (file.name, int(places[part.start]))
+            where = (file.name, int(writer.places[part.start])) if writer else ()
             yield source.slices(order[part]), labels[part].tolist(), *how, *where
 
-    def make_writer(sizes: np.ndarray | None = None) -> PackWriter:
-        needed = count * math.prod(shape) if sizes is None else int(sizes.sum())
-        check_room(output.parent, needed, "packing")
-        names = [source.names[row] for row in order] if config.names else None
-        return PackWriter(file, counts, labels, shape, sizes, names)
-
     with whole_file(output, point="pack") as file:
-        writer = None if jpeg else make_writer()
-        given = tasks(fit, places=writer.places if writer else None)
-        decoded = run("decoding", workers.decode_images, given, count)
+        if not jpeg:
+            writer = PackWriter(file, counts, labels, shape, names=names)
+        decoded = run("decoding", workers.decode_images, tasks(fit), count)
         for part, done in zip(parts, decoded, strict=True):
             crc32[part], sizes[part], kept = done.crc32, done.sizes, kept + done.kept
             if part.start < counts["train"]:  # which comes first
@@ -285,16 +274,17 @@ def write_images(
             bad |= {int(order[part.start + row]): why for row, why in done.bad}
         if bad:
             raise BadFiles(bad)
-        facts, how = provenance(source, config, fit, counts), ""
-        if writer is None:
-            writer, how = make_writer(sizes), "crop" if fit.crop else "stretch"
-            written = run("writing", workers.write_files, tasks(places=writer.places), count)
+        facts = provenance(source, config, fit, counts)
+        if not writer:
+            writer = PackWriter(file, counts, labels, shape, sizes, names)
+            written = run("writing", workers.write_files, tasks(), count)
             changed = order[np.concatenate([*written]) != crc32]
             if len(changed):
                 name = source.names[changed[0]]
                 raise RunError(f"{name} was changed while it was packed: pack again")
             facts["encoding"] = {"name": "jpeg", "kept": kept, "encoded_anew": count - kept}
-        say_chosen(source, config, facts)
+        say_left_out(source, facts)
+        how = ("crop" if fit.crop else "stretch") if jpeg else ""
         writer.finish(crc32, sums, source.classes, facts, how)
 
 
@@ -326,27 +316,16 @@ def provenance(
     }
 
 
-def say_chosen(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> None:
-    """Print notes for the user on what is packed, and how it was divided into splits."""
-    if source.ignored:
-        note(f"{source.ignored:,} image files outside the class folders were ignored")
+def say_left_out(source: Source, facts: Mapping[str, Any]) -> None:
+    """Print notes for the user on bad files and on equal files."""
     if bad := len(source.bad):
         note(f"{bad:,} of {bad + len(source.names):,} files left out, they cannot be read")
-    if facts["split_by"] != "seed":
-        note(f"{source.name} says which images are for testing or validation: kept")
-    if "validation" not in facts["images"] and config.split == PackConfig.split:
-        note(
-            f"splits are {' and '.join(facts['images'])}: --final best and --patience need"
-            " validation, too, as drawn by --split 0.8,0.1,0.1"
-        )
     for number in np.flatnonzero(np.bincount(source.duplicate_of) > 1)[:GROUPS_SHOWN]:
         rows = np.flatnonzero(source.duplicate_of == number)
-        classes = " (in different classes)" if len({*source.labels[rows]}) > 1 else ""
-        note(f"equal files{classes}: {' = '.join(source.names[row] for row in rows)}")
+        note(f"equal files: {' = '.join(source.names[row] for row in rows)}")
     if (equal := facts["duplicates"])["groups"]:
-        less = f"; {equal['left_out']:,} of earlier splits are left out" * (equal["left_out"] > 0)
         files = f"{equal['images']:,} files in {equal['groups']:,} groups"
-        note(f"{files} are equal: each group is in one split{less}")
+        note(f"{files} are equal; left out of earlier splits: {equal['left_out']:,}")
 
 
 def note(text: str) -> None:
@@ -355,22 +334,17 @@ def note(text: str) -> None:
 
 
 def print_table(pack: Pack) -> None:
-    """Print the number of images by class and split, and the properties of the pack."""
+    """Print the number of images by class and split, and the shape, path and size."""
     counts: dict[str, np.ndarray] = {}
     for name in pack.splits:
         with Split(pack, name, threads=1) as split:
             counts[name] = split.count_classes()
-    columns = np.array([*counts.values(), sum(counts.values())])
-    lines = [*zip(pack.classes, columns.T, strict=True), ("total", columns.sum(axis=1))]
+    rows = np.array([*counts.values(), sum(counts.values())]).T
     table = Table("class", *(Column(name, justify="right") for name in [*counts, "all"]))
-    table.title = pack.path
+    lines = [*zip(pack.classes, rows, strict=True), ("total", rows.sum(axis=0))]
     for name, line in lines if len(lines) <= CLASSES_SHOWN else lines[-1:]:
         table.add_row(name, *(f"{count:,}" for count in line))
     make_console().print(table)
     height, width, channels = pack.image_shape
-    how = {"": "", "stretch": ", stretched from JPEG files", "crop": ", cut from JPEG files"}
-    made = [f"{key} {pack.provenance[key]}" for key in PRINTED if pack.provenance.get(key)]
-    say(f"images  {width} x {height} pixels, {counted(channels, 'channel')}{how[pack.fit]}")
-    say(f"classes {len(pack.classes):,}")
-    say(f"file    {pack.sizes[pack.path] / 2**20:,.1f} MiB, {pack.uuid}")
-    say(f"made    {', '.join(made)}")
+    say(f"images  {width} x {height} pixels, {counted(channels, 'channel')}")
+    say(f"file    {pack.path}, {pack.sizes[pack.path] / 2**20:,.1f} MiB")

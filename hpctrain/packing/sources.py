@@ -6,53 +6,53 @@ as a link in an archive, is listed like an image and found to be bad when it is 
 
 Classes and splits follow from the names of files alone: hidden files (``.name``, ``__MACOSX``) and
 a single top folder are skipped; every folder is a class, and the files in it at any depth are its
-images; if all folders have names of splits (train, val, testing_data, …: SPLIT_FOLDER) and hold
-class folders, they are the splits. Or a manifest says it, a CSV file with the columns ``path``
-(relative to the source, or absolute for files of a folder), ``label``, and optionally ``split`` and
-``group`` (images of one group, such as one patient, are never divided between splits).
+images; if all folders have names of splits (ALIASES, in any case) and hold class folders, they are
+the splits. Or a manifest says it, a CSV file with the columns ``path`` (relative to the source, or
+absolute for files of a folder), ``label``, and optionally ``split`` and ``group`` (images of one
+group, such as one patient, are never divided between splits).
 """
 
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import os
-import re
 import shutil
 import sys
 import tarfile
 import zipfile
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from itertools import chain, filterfalse, groupby
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
 
-from hpctrain.data.images import SUFFIXES, BadImage
+from hpctrain.data.images import BadImage
 from hpctrain.data.pack import ALIASES, SPLITS
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, listed
 
-NAMES = "|".join(f"(?P<{split}>{'|'.join(names)})" for split, names in ALIASES.items())
-SPLIT_FOLDER = re.compile(f"(?:{NAMES})(?:[-_ ]?(?:data|set|split|images|imgs))?", re.IGNORECASE)
+SPLIT_NUMBERS = {name: i for i, names in enumerate(ALIASES.values()) for name in names}
 HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 COLUMNS = ("path", "label", "split", "group")  # of a manifest
 NO_SPLIT = NO_GROUP = -1
-PLAIN, STORED, DEFLATED, UNREADABLE = range(4)  # kinds of slices
-GZIP, ZIP, OTHER_COMPRESSION = b"\x1f\x8b", b"PK", (b"BZh", b"\xfd7zXZ")
+PLAIN, ENCRYPTED = -1, -2  # kinds of slices; others are compression methods of .zip
+
+T = TypeVar("T")
 
 
 class Slice(NamedTuple):
     """Where an image file is: a file, or `size` bytes of an archive from `offset` on.
 
-    There, a member of a .zip (STORED or DEFLATED) has its local header, which comes in addition.
+    There, a member of a .zip (not PLAIN) has its local header, which comes in addition.
     """
 
     path: str
@@ -72,9 +72,8 @@ class Source:
     splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
     groups: np.ndarray  # (N,) int32: equal numbers within a group, or all NO_GROUP
     split_by: str  # origin of given splits: "folders" or "manifest"
-    ignored: int = 0  # image files outside of class folders
     name: str = ""
-    kind: str = ""  # "folder", "tar" or "zip"
+    kind: str = "folder"  # or "tar" or "zip"
     root: str = ""  # path of the folder or archive
     bad: list[tuple[str, str]] = field(default_factory=list)  # names and reasons of dropped files
     places: np.ndarray = field(init=False)  # of an archive, (N, 4) int64: Slice from `kind` on
@@ -95,15 +94,18 @@ class Source:
                 setattr(self, column, np.delete(values, [*reasons], axis=0))
 
 
-def read_files(slices: list[Slice]) -> Iterator[bytes | BadImage]:
-    """Yield the bytes of each image file, or why it cannot be read; an archive is opened once."""
+def read_files(slices: list[Slice], use: Callable[[bytes], T]) -> Iterator[T | BadImage]:
+    """Yield what `use` makes of the bytes of each image file, or why it cannot be read.
+
+    An archive is opened once. `use` may raise BadImage.
+    """
     for path, parts in groupby(slices, lambda part: part.path):
         with ExitStack() as opened:
             file = None
             for part in parts:
                 try:
                     file = file or opened.enter_context(FileIO(path, opener=_open_at_once))
-                    yield _read(file, part)
+                    yield use(_read(file, part))
                 except BadImage as error:
                     yield error
                 except (OSError, ValueError, zlib.error) as error:
@@ -117,7 +119,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 def _read(file: FileIO, part: Slice) -> bytes:
     """Read an image file. Raises BadImage, OSError and zlib.error."""
-    if part.kind == UNREADABLE:
+    if part.kind not in (PLAIN, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise BadImage("encrypted, or compressed otherwise than by deflate")
     start = part.offset
     if part.kind != PLAIN:  # a local header of 30 bytes, a name and an extra field
@@ -128,7 +130,7 @@ def _read(file: FileIO, part: Slice) -> bytes:
     data = file.read(part.size) or b""
     if part.size not in (-1, len(data)):
         raise BadImage("the archive was cut short")
-    if part.kind == DEFLATED:
+    if part.kind == zipfile.ZIP_DEFLATED:
         data = zlib.decompress(data, -zlib.MAX_WBITS)
     if part.kind != PLAIN and zlib.crc32(data) != part.crc32:
         raise BadImage("the archive is damaged: CRC-32 differs")
@@ -144,30 +146,22 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
     """
     if path.suffix == ".csv" and path.is_file():
         path, manifest = path.absolute().parent, str(path)
+    if path.is_dir():  # files that a manifest names and that are missing are noticed when read
+        listing = ([], []) if manifest else _walk(str(path))
+        source = read_manifest(manifest) if manifest else read_class_folders(*listing, str(path))
+        source.name, source.root = path.resolve().name, str(path)
+        yield source
+        return
     with TemporaryFile(dir=scratch) as unzipped:
-        yield _list_source(path, unzipped, manifest)
-
-
-def _list_source(path: Path, unzipped: IO[bytes], manifest: str | None) -> Source:
-    rows, kind, root = dict[str, int](), "folder", str(path)
-    files: Iterable[str] = rows
-    folders: Iterable[str] = ()
-    if not path.is_dir():
-        kind, root = _open_archive(path, unzipped)
-        folders, places = _list_members(path, kind, root, rows)
-    elif not manifest:  # else missing files are noticed when they are read
-        files, folders = _walk(root)
-    source = read_manifest(manifest) if manifest else read_class_folders(files, folders, str(path))
-    source.name, source.kind, source.root = path.resolve().name, kind, root
-    if kind != "folder":
-        source.name = path.name
+        kind, root, folders, rows, places = _list_archive(path, unzipped)
+        source = (
+            read_manifest(manifest) if manifest else read_class_folders(rows, folders, str(path))
+        )
+        source.name, source.kind, source.root = path.name, kind, root
         if missing := [name for name in source.names if name not in rows]:
-            raise UsageError(
-                f"{manifest} names {len(missing):,} images that the archive does not hold,"
-                f" such as {missing[0]}"
-            )
+            raise UsageError(f"{manifest} names {missing[0]}, which the archive does not hold")
         source.places = places[[rows[name] for name in source.names]]
-    return source
+        yield source
 
 
 def _walk(root: str) -> tuple[list[str], list[str]]:
@@ -186,57 +180,49 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
     return files, folders
 
 
-def _open_archive(path: Path, unzipped: IO[bytes]) -> tuple[str, str]:
-    """Return the kind of an archive and the path by which its members are read.
+def _list_archive(
+    path: Path, unzipped: IO[bytes]
+) -> tuple[str, str, list[str], dict[str, int], np.ndarray]:
+    """List the members of an archive, after decompressing a .tgz into the file `unzipped`.
 
-    Raises UsageError.
+    Returns its kind, the path by which its members are read, its folders, the row of each file by
+    name, and the files' places (M, 4). Of equal names the last one counts, as in tar. Raises
+    UsageError.
     """
+    kind, root = "tar", str(path.resolve())
+    folders, rows, fields = list[str](), dict[str, int](), array("q")
     try:
         with path.open("rb") as file:
-            start = file.read(8)
-    except OSError as error:
-        raise UsageError(
-            f"source {path} cannot be read: {error.strerror}; give a folder with a folder per"
-            " class, .tgz, .zip, .csv, or flowers or digits by name"
-        ) from None
-    if start.startswith(GZIP):
-        try:
+            start = file.read(2)
+        if start == b"\x1f\x8b":  # RFC 1952: gzip
             with gzip.open(path) as stream:
                 shutil.copyfileobj(stream, unzipped, 2**20)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UsageError(
-                f"source {path} is cut short or corrupt ({brief(error)}): fetch it again"
-            ) from None
-        unzipped.flush()
-        return "tar", f"/proc/{os.getpid()}/fd/{unzipped.fileno()}"
-    is_zip = start.startswith(ZIP) and path.suffix != ".npz"  # a .zip of arrays
-    is_compressed = start.startswith(OTHER_COMPRESSION)
-    if is_compressed or not (is_zip or tarfile.is_tarfile(path)):
-        hint = "arrays are packed by hpctrain.write_pack"
-        hint = "decompress it first" if is_compressed else hint
-        raise UsageError(f"source {path} is not a .tgz, .tar, .zip or .csv file: {hint}")
-    return "zip" if is_zip else "tar", str(path.resolve())
-
-
-def _list_members(
-    path: Path, kind: str, opened: str, rows: dict[str, int]
-) -> tuple[list[str], np.ndarray]:
-    """Add the row of each file in an archive to `rows`, by name; return folders and places (M, 4).
-
-    Of equal names the last one counts, as in tar. Raises UsageError.
-    """
-    folders, fields = list[str](), array("q")
-    try:
-        for name, is_folder, *place in (_tar_members if kind == "tar" else _zip_members)(opened):
+            unzipped.flush()
+            root = f"/proc/{os.getpid()}/fd/{unzipped.fileno()}"
+        elif start == b"PK":
+            kind = "zip"
+        for name, is_folder, *place in (_tar_members if kind == "tar" else _zip_members)(root):
             name = shortest(name.lstrip("/"))
             if is_folder:
                 folders.append(name)
             else:
                 rows[name] = len(fields) // 4
                 fields.extend(place)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        raise UsageError(f"source {path} is not a whole {kind} archive: {brief(error)}") from None
-    return folders, np.frombuffer(fields, np.int64).reshape(-1, 4)
+    except (
+        tarfile.TarError,
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        ValueError,
+    ) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of `unzipped`
+            raise
+        raise UsageError(
+            f"source {path} cannot be read as a folder, .tgz, .tar, .zip or .csv:"
+            f" {getattr(error, 'strerror', None) or brief(error)}"
+        ) from None
+    return kind, root, folders, rows, np.frombuffer(fields, np.int64).reshape(-1, 4)
 
 
 def _tar_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
@@ -253,18 +239,10 @@ def _tar_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
 
 def _zip_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
     """Yield the members of a .zip likewise. Raises BadZipFile."""
-    kinds = {zipfile.ZIP_STORED: STORED, zipfile.ZIP_DEFLATED: DEFLATED}
     with zipfile.ZipFile(path) as archive:
         for m in archive.infolist():
-            is_encrypted = m.flag_bits & 1  # APPNOTE.TXT 4.4.4
-            kind = UNREADABLE if is_encrypted else kinds.get(m.compress_type, UNREADABLE)
+            kind = ENCRYPTED if m.flag_bits & 1 else m.compress_type  # APPNOTE.TXT 4.4.4
             yield m.filename, m.is_dir(), kind, m.header_offset, m.compress_size, m.CRC
-
-
-def split_number(name: str) -> int | None:
-    """Return the index in SPLITS of a common name of a split ("val", "testing_data"), or None."""
-    found = SPLIT_FOLDER.fullmatch(name)
-    return next(i for i, split in enumerate(SPLITS) if found[split]) if found else None
 
 
 def hidden(path: str) -> bool:
@@ -291,18 +269,25 @@ def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str)
     top = 0  # number of nested top folders that hold nothing but one folder
     while len({path[top] for path in paths if path[top:]}) == 1 < max(map(len, paths)) - top:
         top += 1
-    below: dict[str, set[str]] = {}
+    below: dict[str, set[str]] = {}  # names of the folders in each folder
     for path in paths:
         if path[top:]:
             below.setdefault(path[top], set()).update(path[top + 1 : top + 2])
-    if not below:
+    splits = {
+        name: SPLIT_NUMBERS[name.lower()]
+        for name in below
+        if below[name] and name.lower() in SPLIT_NUMBERS
+    }
+    is_split = len(splits) == len(below) and 0 in splits.values()
+    alike = any(below.values()) and len({frozenset(names) for names in below.values()}) == 1
+    if not below or (not is_split and len(below) > 1 and (splits or alike)):
         raise UsageError(
-            f"{where} holds {len(files)} files but no class folders: expected one folder per"
-            f" class, as in {where}/CLASS/IMAGE, or a table of labels (--manifest)"
+            f"{where} holds {len(files)} files in the folders ({listed(sorted(below))}): give one"
+            " folder per class, within train, validation and test if there are splits, or a table"
+            " of labels (--manifest)"
         )
-    splits = _split_folders(below, where)
-    depth = top + bool(splits)  # of the part that names the class
-    classes = sorted(set[str]().union(*below.values()) if splits else below)
+    depth = top + is_split  # of the part that names the class
+    classes = sorted(set[str]().union(*below.values()) if is_split else below)
     label_of = {name: label for label, name in enumerate(classes)}
     found = {  # label and split of each folder
         "/".join(path): (label_of[path[depth]], splits.get(path[top], NO_SPLIT))
@@ -314,35 +299,9 @@ def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str)
     labels, given = np.array([found[folder] for folder in images], np.int32).reshape(-1, 2).T
     counts = np.bincount(labels[given <= 0], minlength=len(classes))
     if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-        raise UsageError(
-            f"{len(empty)} of {len(classes)} class folders of {where} hold no file to train on:"
-            f" {listed(empty)}; fill or remove them"
-        )
-    others = (name for name, folder in zip(files, within, strict=True) if folder not in found)
-    ignored = sum(name.lower().endswith(SUFFIXES) for name in others)
+        raise UsageError(f"class folders of {where} hold no file to train on: {listed(empty)}")
     no_groups = np.full(len(names), NO_GROUP, np.int32)
-    given = given.astype(np.int8)
-    return Source(names, tuple(classes), labels.copy(), given, no_groups, "folders", ignored)
-
-
-def _split_folders(below: Mapping[str, set[str]], where: str) -> dict[str, int]:
-    """Return folder -> split if the folders are splits that hold class folders, else {}.
-
-    Raises UsageError if they probably are splits, but not all of them have known names.
-    """
-    numbers = {head: split_number(head) for head in sorted(below) if below[head]}
-    known = {head: number for head, number in numbers.items() if number is not None}
-    if len(known) == len(below) and 0 in known.values():
-        return known
-    same = len(numbers) > 0 and len({frozenset(names) for names in below.values()}) == 1
-    if len(below) > 1 and (known or same):
-        what = f"some names of splits ({', '.join(known)})" if known else "the same subfolders"
-        raise UsageError(
-            f"the folders of {where} ({listed(sorted(below))}) have {what}: name split"
-            " folders train, validation and test, and move others away; if these folders are"
-            " classes, give labels by a table (--manifest)"
-        )
-    return {}
+    return Source(names, tuple(classes), labels.copy(), given.astype(np.int8), no_groups, "folders")
 
 
 def read_manifest(path: str) -> Source:
@@ -352,8 +311,7 @@ def read_manifest(path: str) -> Source:
     in its message.
     """
     lines, split_of = dict[str, int](), dict[str, int]()  # of each image, of each group
-    columns: dict[str, list[str]] = {name: [] for name in COLUMNS[1:]}
-    splits = array("b")
+    labels, groups, splits = list[str](), list[str](), array("b")
     try:
         with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
             header = file.readline()
@@ -364,39 +322,38 @@ def read_manifest(path: str) -> Source:
                     f"{path} has the columns {', '.join(names) or '(none)'}: give path and label,"
                     " and optionally split and group, each once"
                 )
+            needed = [name for name in COLUMNS if name in names]
             for row in rows:
                 cells = {name: (row.get(name) or "").strip() for name in COLUMNS}
                 image, where = shortest(cells["path"]), f"{path}: line {rows.line_num}"
-                number = split_number(cells["split"]) if cells["split"] else NO_SPLIT
+                split, group = (
+                    cells["split"],
+                    sys.intern(cells["group"]),
+                )  # equal ones are one object
+                number = SPLIT_NUMBERS.get(split.lower(), NO_SPLIT)
                 if any(row.get(None, ())):
                     raise UsageError(f"{where} has more cells than the header")
-                if not (image and cells["label"]):
-                    raise UsageError(f"{where} has no {'label' if image else 'path'}")
+                if empty := [name for name in needed if not cells[name]]:
+                    raise UsageError(f"{where} has no {empty[0]}")
                 if image in lines:
                     raise UsageError(f"{where} names {image}, as line {lines[image]} does")
-                if number is None:
-                    known = ", ".join(SPLITS)
-                    raise UsageError(f"{where} has the split {cells['split']!r}: give {known}")
-                group = cells["group"]
-                if group and number >= 0 and split_of.setdefault(group, number) != number:
+                if split and number == NO_SPLIT:
+                    raise UsageError(f"{where} has the split {split!r}: give {listed(SPLITS)}")
+                if group and split_of.setdefault(group, number) != number:
                     both = f"{SPLITS[split_of[group]]} and {SPLITS[number]}"
                     raise UsageError(f"{where}: group {group!r} is in both {both}")
                 lines[image] = rows.line_num
+                labels.append(sys.intern(cells["label"]))
+                groups.append(group)
                 splits.append(number)
-                for name, column in columns.items():
-                    column.append(sys.intern(cells[name]))  # equal texts are one object
     except (OSError, csv.Error) as error:
         why = getattr(error, "strerror", None) or brief(error)
         raise UsageError(f"manifest {path} cannot be read: {why}") from None
     if not lines:
         raise UsageError(f"{path} names no images")
-    for name in ("split", "group"):
-        if "" in columns[name] and any(columns[name]):
-            line = [*lines.values()][columns[name].index("")]
-            raise UsageError(f"{path}: line {line} has no {name}, other lines have one")
-    classes, labels = _number(columns["label"])
-    groups = _number(columns["group"])[1] + (0 if any(columns["group"]) else NO_GROUP)
-    return Source([*lines], classes, labels, np.array(splits, np.int8), groups, "manifest")
+    classes, numbers = _number(labels)
+    grouped = _number(groups)[1] + (0 if "group" in names else NO_GROUP)
+    return Source([*lines], classes, numbers, np.array(splits, np.int8), grouped, "manifest")
 
 
 def _number(column: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:

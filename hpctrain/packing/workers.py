@@ -31,8 +31,6 @@ from hpctrain.files import write_at
 from hpctrain.packing.sources import Slice, read_files
 from hpctrain.watchdog import doing
 
-# Slurm sends them to all; a signal while a process is started would leave one half-started.
-LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of each worker
 AHEAD = 3  # tasks per worker that are submitted ahead
 
@@ -49,14 +47,9 @@ class Decoded(NamedTuple):
     bad: list[tuple[int, str]]  # unreadable ones, with the reason
 
 
-def read_each(slices: list[Slice], use: Callable[[bytes], Any], bad: Any) -> list[Any]:
-    """Return the results (n,) of calling `use` with the bytes of each file, `bad` without any."""
-    found = [bad] * len(slices)
-    for row, given in enumerate(read_files(slices)):
-        with suppress(BadImage):
-            if not isinstance(given, BadImage):
-                found[row] = use(given)
-    return found
+def read_each(slices: list[Slice], use: Callable[[bytes], Any]) -> list[Any]:
+    """Return for each file (n,) what `use` makes of its bytes, or a BadImage."""
+    return [*read_files(slices, use)]
 
 
 def sha256(data: bytes) -> bytes:
@@ -81,21 +74,22 @@ def decode_images(
     Without `path`, convert them to JPEG files and decode these as training will, to check and
     measure them.
     """
+
+    def convert(data: bytes) -> tuple[bytes, bytes, bool]:
+        file = data if path else as_jpeg(data)
+        return file, decode(file, fit), file is data
+
     crc32, sizes = np.zeros(len(slices), np.uint32), np.zeros(len(slices), np.int64)
     size, kept, bad = fit.width * fit.height * fit.channels, 0, list[tuple[int, str]]()
     pixels = memoryview(bytearray(size * len(slices)))
-    for row, given in enumerate(read_files(slices)):
-        try:
-            if isinstance(given, BadImage):
-                raise given
-            file = given if path else as_jpeg(given)
-            made = decode(file, fit)
-        except BadImage as error:
-            bad.append((row, str(error)))
+    for row, made in enumerate(read_files(slices, convert)):
+        if isinstance(made, BadImage):
+            bad.append((row, str(made)))
             continue
-        pixels[row * size : (row + 1) * size] = made
-        crc32[row], sizes[row] = checksum(made if path else file, labels[row]), len(file)
-        kept += file is given
+        file, image, is_kept = made
+        pixels[row * size : (row + 1) * size] = image
+        crc32[row], sizes[row] = checksum(image if path else file, labels[row]), len(file)
+        kept += is_kept
     if path:
         with open(path, "r+b", buffering=0) as output:
             write_at(output.fileno(), pixels, offset)
@@ -107,12 +101,10 @@ def write_files(slices: list[Slice], labels: list[int], path: str, offset: int) 
     found = [0] * len(slices)
     with open(path, "r+b") as output:
         output.seek(offset)
-        for row, given in enumerate(read_files(slices)):
-            with suppress(BadImage):
-                if not isinstance(given, BadImage):
-                    file = as_jpeg(given)
-                    found[row] = checksum(file, labels[row])
-                    output.write(file)
+        for row, file in enumerate(read_files(slices, as_jpeg)):
+            if not isinstance(file, BadImage):
+                found[row] = checksum(file, labels[row])
+                output.write(file)
     return found
 
 
@@ -136,28 +128,22 @@ def start_workers(jobs: int) -> Iterator[Run]:
 
     from hpctrain.report.console import Console  # a worker needs no rich
 
-    pool, others = None, {*multiprocessing.active_children()}
+    pool = None
     if jobs > 1:
         for name in ONE_THREAD:
             os.environ.setdefault(name, "1")  # inherited by the workers; this process has begun
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(jobs, context, _begin, (os.getpid(),))
 
-    def submit(function: Callable[..., Any], *task: Any) -> Callable[[], Any]:
-        """Begin a task, but none for one job; return the function that waits for its result."""
-        if pool is None:
-            return partial(function, *task)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
-        try:  # a process that this starts inherits the mask
-            return pool.submit(function, *task).result
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
     def run(
         what: str, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]], images: int
     ) -> Iterator[Any]:
-        begun, done = ((submit(function, *task), len(task[0])) for task in tasks), 0
-        waiting, console = deque(islice(begun, AHEAD * jobs)), Console(stderr=True)
+        def begin(task: tuple[Any, ...]) -> tuple[Callable[[], Any], int]:
+            result = pool.submit(function, *task).result if pool else partial(function, *task)
+            return result, len(task[0])
+
+        begun, done, console = map(begin, tasks), 0, Console(stderr=True)
+        waiting = deque(islice(begun, AHEAD * jobs))
         with Progress(console=console, disable=not console.is_terminal) as bar:
             shown = bar.add_task(what, total=images)
             while waiting:
@@ -173,19 +159,14 @@ def start_workers(jobs: int) -> Iterator[Run]:
             warnings.simplefilter("ignore")  # from Pillow, about unusual metadata
             yield run
     except BrokenProcessPool:
-        raise RunError(
-            "a worker process of pack died: --jobs 1 shows where; if memory ran out, use fewer"
-            " --jobs"
-        ) from None
+        raise RunError("a worker process of pack died: --jobs 1 shows where") from None
     finally:
         if pool:
-            workers = {*multiprocessing.active_children()} - others
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:  # may hang in an image
-                worker.kill()
+            pool.shutdown(cancel_futures=True)
 
 
 def _begin(parent: int) -> None:
     """Initialise a worker process."""
     end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even within a decoder
     warnings.simplefilter("ignore")

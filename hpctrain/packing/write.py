@@ -25,7 +25,7 @@ import numpy as np
 
 from hpctrain.data.pack import FORMAT, VERSION, checksum, make_uuid, ordered, read_facts
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file, write_at
+from hpctrain.files import check_room, whole_file, write_at
 from hpctrain.packing.workers import channel_sums
 from hpctrain.text import brief
 
@@ -38,7 +38,8 @@ SLAB_BYTES = 8 << 20  # of arrays that are written at a time
 class PackWriter:
     """Writes a pack into a new file, with room for all N samples, one split after the other.
 
-    Write every sample at its offset in `places` (N,), then call `finish`.
+    Write every sample at its offset in `places` (N,), then call `finish`. Raises RunError if there
+    is no room for it.
     """
 
     def __init__(
@@ -55,14 +56,16 @@ class PackWriter:
         counts: number of samples by split, as `ordered`; labels: (N,); image_shape: (H, W, C);
         sizes: of JPEG files in bytes, (N,); names: where the samples come from, N of them.
         """
-        self._file, self._shape, self._crc32 = file, image_shape, dict[str, int]()
+        self._file, self._shape = file, image_shape
         stops = dict(zip(counts, accumulate(counts.values()), strict=True))
         self._rows = {split: slice(stop - counts[split], stop) for split, stop in stops.items()}
         self.places = np.zeros(len(labels), np.int64)
-        known: list[tuple[int, np.ndarray]] = []  # byte offsets, and what to write there
+        needed = len(labels) * math.prod(image_shape) if sizes is None else int(sizes.sum())
+        check_room(Path(file.name).parent, needed, "packing")
 
         def add(group: h5py.Group, name: str, values: np.ndarray) -> None:
-            known.append((_allocate(group, name, values.dtype.str, values.shape), values))
+            offset = _allocate(group, name, values.dtype.str, values.shape)
+            write_at(file.fileno(), values.data.cast("B"), offset)
 
         with self._open("w") as pack:
             for split, rows in self._rows.items():
@@ -76,13 +79,11 @@ class PackWriter:
                     add(group, "offsets", ends)
                 self.places[rows] = first + ends[:-1]
                 add(group, "labels", labels[rows].astype("<i4"))
-                self._crc32[split] = _allocate(group, "crc32", "<u4", (count,))
+                _allocate(group, "crc32", "<u4", (count,))
                 if names is not None:
                     lengths = np.fromiter((len(_encoded(each)) for each in names[rows]), np.int64)
                     add(group, "names", np.frombuffer(_encoded("".join(names[rows])), np.uint8))
                     add(group, "name_offsets", _ends(lengths))
-        for offset, values in known:
-            write_at(file.fileno(), values.data.cast("B"), offset)
 
     def finish(
         self,
@@ -96,9 +97,6 @@ class PackWriter:
 
         crc32: (N,) uint32; sums (2, C): of train's pixels and of their squares.
         """
-        for split, rows in self._rows.items():
-            values = crc32[rows].astype("<u4")
-            write_at(self._file.fileno(), values.data.cast("B"), self._crc32[split])
         pixels = self._rows["train"].stop * self._shape[0] * self._shape[1]  # it is the first
         mean, std = [], []
         for value, square in sums.T.tolist():
@@ -115,6 +113,9 @@ class PackWriter:
             file.attrs["mean"], file.attrs["std"] = np.array(mean), np.array(std)
             file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
             checksums = {split: crc32[rows] for split, rows in self._rows.items()}
+            for split, values in checksums.items():
+                offset = file[f"{split}/crc32"].id.get_offset()
+                write_at(self._file.fileno(), values.astype("<u4").data.cast("B"), offset)
             uuid = make_uuid(read_facts(file), checksums)
             file["identity"] = np.frombuffer(uuid.encode(), np.uint8)
 

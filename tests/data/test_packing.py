@@ -203,14 +203,6 @@ def test_a_sample_keeps_the_name_of_its_file(tmp_path, make):
         assert one["identity"][:].tobytes() == two["identity"][:].tobytes()
 
 
-def test_a_pack_without_validation_says_what_that_means(folder, tmp_path, capfd):
-    make_pack(folder, tmp_path / "a.h5")
-    said = capfd.readouterr().err
-    assert "train and test" in said and "--final best" in said and "--patience" in said
-    make_pack(folder, tmp_path / "b.h5", split="0.8,0.1,0.1")
-    assert "--patience" not in capfd.readouterr().err
-
-
 def test_copies_of_test_images_are_left_out_of_train(tmp_path):
     root = tmp_path / "images"
     class_folders(root / "train", {"a": 9, "b": 9})

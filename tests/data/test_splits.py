@@ -62,7 +62,7 @@ def test_a_manifest_labels_the_images_of_any_source(images, tmp_path, kind, sepa
 
 
 def test_a_manifest_is_a_source_of_its_own_and_gives_splits(images, tmp_path):
-    names = ("Training", "val", "test_data")
+    names = ("Training", "val", "test")
     rows = [(images / name(i), "ab"[i % 2], names[i % 3]) for i in range(60)]
     path = make_pack(table(tmp_path / "labels.csv", rows, "path,label,split"), tmp_path / "a.h5")
     assert placed(path) == {i: (SPLITS[i % 3], "ab"[i % 2]) for i in range(60)}
@@ -118,8 +118,8 @@ def test_groups_leave_the_classes_even_and_folds_of_equal_size(images, tmp_path)
 
 
 def test_a_fold_of_a_given_train_is_validation(tmp_path):
-    root = class_folders(tmp_path / "images" / "training_data", {"a": 20, "b": 20}).parent
-    class_folders(root / "testing_data", {"a": 3, "b": 4}, width=17)
+    root = class_folders(tmp_path / "images" / "training", {"a": 20, "b": 20}).parent
+    class_folders(root / "testing", {"a": 3, "b": 4}, width=17)
     path = make_pack(root, tmp_path / "a.h5", size="13x11", fold="2/5")
     assert counts(path) == {"train": [16, 16], "validation": [4, 4], "test": [3, 4]}
     class_folders(root / "val", {"a": 3, "b": 4}, width=15)
