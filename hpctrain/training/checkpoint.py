@@ -57,7 +57,7 @@ class Writer:
         """`best` is the SHA-256 of the best network, if an earlier launch has written one."""
         self._run, self.interval, self._keep, self._best = run, interval, keep, best
         self._saved = time.monotonic()  # time of the last checkpoint
-        self._last: tuple[int, Mapping[str, Any]] | None = None  # its step and state
+        self._last: Mapping[str, Any] | None = None  # its state
         self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
         self.seconds = 0.0  # longest time that writing took
         self._host: Tensors = {}
@@ -78,17 +78,15 @@ class Writer:
         is_time = time.monotonic() - self._saved >= self.interval.seconds
         return is_time and self._run is not None
 
-    def save(
-        self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
-    ) -> None:
+    def save(self, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
         """Copy the tensors to host memory and write them, with the `state`, in the background.
 
-        Waits for the previous checkpoint first; raises RunError if writing it failed. Does nothing
-        if the last checkpoint had the same step and state.
+        `state` holds the step. Waits for the previous checkpoint first; raises RunError if writing
+        it failed. Does nothing if the last checkpoint had the same state.
         """
         began = time.perf_counter()
         self.wait()  # the host copies are in use until then
-        if self._run is None or self._last == (step, state):
+        if self._run is None or self._last == state:
             return
         for name, tensor in tensors.items():
             if name not in self._host:
@@ -96,8 +94,8 @@ class Writer:
                 self._host[name] = torch.empty(tensor.shape, dtype=kind, pin_memory=pin)
             self._host[name].copy_(tensor.detach())
         copies = {name: self._host[name] for name in tensors}
-        self._last = step, state
-        self._begin(partial(self._write, self._run, step, state, copies))
+        self._last = state
+        self._begin(partial(self._write, self._run, state, copies))
         self._saved = time.monotonic()
         self.stall = max(self.stall, time.perf_counter() - began)
 
@@ -125,12 +123,12 @@ class Writer:
     def _write_best(self, path: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
         self._best = write_tensors(path, tensors, metadata, "best")
 
-    def _write(self, run: Path, step: int, state: Mapping[str, Any], tensors: Tensors) -> None:
+    def _write(self, run: Path, state: Mapping[str, Any], tensors: Tensors) -> None:
         fault("checkpoint.begun")
         sync(run / FILE_NAME)  # a step in the checkpoint must be in the record too
         fault("record.synced")
+        folder, step = run / CHECKPOINTS, state["step"]
         known = {"format": FORMAT, "step": step, "state": state, "best": self._best}
-        folder = run / CHECKPOINTS
         write_tensors(_file(folder, step), tensors, known, "checkpoint")
         for old in checkpoint_steps(folder)[: -self._keep]:
             _file(folder, old).unlink()

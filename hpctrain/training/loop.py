@@ -154,7 +154,7 @@ def save_checkpoint(run: Run) -> None:
         "epochs": run.plan.epochs,
         **run.progress.to_json(),
     }
-    run.writer.save(run.progress.step, run.trainer.state(), known)
+    run.writer.save(run.trainer.state(), known)
 
 
 def check(run: Run, totals: Totals, pending: PendingStep) -> None:
