@@ -62,13 +62,12 @@ class BadImage(Exception):
 
 
 class Fit(NamedTuple):
-    """Size and channels of every decoded image. With `exact`, other sizes are refused."""
+    """Size and channels of every decoded image, with `crop` cut to its proportions first."""
 
     width: int
     height: int
     channels: int
     crop: bool = False
-    exact: bool = False
 
 
 class Crop(NamedTuple):
@@ -113,7 +112,7 @@ def decode(data: bytes | Image.Image, fit: Fit) -> bytes:
     """Decode an image file, or convert an image of Pillow, which is not changed, to the size and
     channels of `fit`: height x width x channels bytes.
 
-    Raises BadImage, with ``fit.exact`` also if the image has another size.
+    Raises BadImage.
     """
     return _decode(data.copy() if isinstance(data, Image.Image) else _open(data), fit)
 
@@ -125,8 +124,6 @@ def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
     Raises BadImage.
     """
     image = Image.open(io.BytesIO(data), formats=("JPEG",))
-    if image.mode not in ("L", "RGB"):  # as Pillow names gray and YCbCr
-        raise BadImage(f"a JPEG file of mode {image.mode}")
     if crop is None:
         return _decode(image, fit, upright=True)
     width, height = image.size
@@ -198,16 +195,10 @@ def _open(data: bytes) -> Image.Image:
 
 def _decode(image: Image.Image, fit: Fit, upright: bool = False) -> bytes:
     """Decode an image; its EXIF orientation is not read if it is known to be `upright`."""
-    drafted: tuple[str, Box] | None = None
-    if not fit.exact:
-        reach = REACH * max(fit.width, fit.height)  # for both sides: EXIF may exchange them
-        drafted = image.draft(None, (reach, reach))  # JPEG only, None elsewhere
+    reach = REACH * max(fit.width, fit.height)  # for both sides: EXIF may exchange them
+    drafted: tuple[str, Box] | None = image.draft(None, (reach, reach))  # None: not a JPEG
     image.load()
     orientation = 1 if upright else _orientation(image)  # after load, which rotates a TIFF
-    if fit.exact:
-        width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
-        if (width, height) != (fit.width, fit.height):
-            raise BadImage(f"{width}x{height} pixels, not as its header says")
     box = drafted[1] if drafted else (0, 0, *image.size)
     return _resize(_gray_or_rgb(image), box, fit, orientation).tobytes()
 

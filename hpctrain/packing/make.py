@@ -203,7 +203,7 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
                     break
     if not size:
         raise UsageError(f"source {source.name}: none of its {len(rows):,} files is an image")
-    return Fit(*size, channels or (3 if colour else 1), config.crop, exact)
+    return Fit(*size, channels or (3 if colour else 1), config.crop)
 
 
 def find_equal_files(source: Source, run: Run) -> None:
@@ -292,12 +292,13 @@ def provenance(
     source: Source, config: PackConfig, fit: Fit, counts: dict[str, int]
 ) -> dict[str, Any]:
     """Return what the pack was made of and how, without paths or times."""
+    is_sized = config.size or config.source == "flowers"
     alike, skipped = np.bincount(source.duplicate_of), sorted(name for name, _ in source.bad)
     return {
         "source": source.name,
         "kind": source.kind,
         "size": f"{fit.width}x{fit.height}",
-        "fit": "as is" if fit.exact else "crop" if fit.crop else "stretch",
+        "fit": "crop" if fit.crop else "stretch" if is_sized else "as is",
         "channels": fit.channels,
         "split_by": source.split_by if (source.splits > TRAIN).any() else "seed",
         "split": config.split,
