@@ -32,6 +32,7 @@ from hpctrain.text import brief
 PAGE = 4096  # bytes
 LIBRARY = ("v110", "v110")  # metadata checksums, a mark while being written, long attributes
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+RESERVED = 1 << 20  # bytes for what HDF5 adds at the end: on a full disk it may crash
 SLAB_BYTES = 8 << 20  # of arrays that are written at a time
 
 
@@ -102,6 +103,8 @@ class PackWriter:
         for value, square in sums.T.tolist():
             mean.append(value / (255 * pixels))
             std.append(math.sqrt(pixels * square - value**2) / (255 * pixels))  # integers: exact
+        number = self._file.fileno()
+        os.posix_fallocate(number, os.fstat(number).st_size, RESERVED)  # HDF5 cuts off the rest
         with self._open("r+") as file:
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["version"] = VERSION
@@ -115,7 +118,7 @@ class PackWriter:
             checksums = {split: crc32[rows] for split, rows in self._rows.items()}
             for split, values in checksums.items():
                 offset = file[f"{split}/crc32"].id.get_offset()
-                write_at(self._file.fileno(), values.astype("<u4").data.cast("B"), offset)
+                write_at(number, values.astype("<u4").data.cast("B"), offset)
             uuid = make_uuid(read_facts(file), checksums)
             file["identity"] = np.frombuffer(uuid.encode(), np.uint8)
 
@@ -219,19 +222,15 @@ def _check_arrays(split: str, images: Any, labels: Any, classes: int) -> np.ndar
     if not split or "/" in split or split in (".", "identity"):
         raise UsageError(f"a split cannot have the name {split!r}")
     kind: Any = getattr(images, "dtype", type(images).__name__)
-    shape: tuple[int, ...] = tuple(getattr(images, "shape", ()))
-    if kind != np.uint8 or len(shape) not in (3, 4) or 0 in shape:
-        raise UsageError(
-            f"images of {split} are {kind} of shape {shape}: expected uint8, (N, H, W, C) or"
-            " (N, H, W), none of them 0"
-        )
-    values = np.asarray(labels)
-    whole = values.dtype.kind in "iu" and values.shape == shape[:1]
+    shape, values = tuple(getattr(images, "shape", ())), np.asarray(labels)
+    whole = values.dtype.kind in "iu" and values.size > 0
     low, high = (int(values.min()), int(values.max())) if whole else (-1, -1)
-    if not 0 <= low <= high < classes:
-        found = f"{low} to {high}" if whole else f"{values.dtype} of shape {values.shape}"
+    usable = kind == np.uint8 and len(shape) in (3, 4) and 0 not in shape
+    if not usable or values.shape != shape[:1] or not 0 <= low <= high < classes:
+        numbers = f" from {low} to {high}" if whole else ""
         raise UsageError(
-            f"labels of {split} are {found}: expected {shape[0]:,} integers, one per image, from 0"
-            f" to {classes - 1}"
+            f"images of {split} are {kind} of shape {shape}, labels {values.dtype} of shape"
+            f" {values.shape}{numbers}: expected uint8, (N, H, W, C) or (N, H, W), none of them 0,"
+            f" and N integers from 0 to {classes - 1}"
         )
     return values.astype(np.int32)
