@@ -120,8 +120,6 @@ def output_path(config: PackConfig, source: str) -> Path:
     path = Path(config.output or re.sub(ARCHIVE, "", Path(source).resolve().name) + ".h5")
     if source in BUILT_IN and not config.output:
         path = cache_path(config.cache_dir, f"{source}.h5")
-    if path.is_dir():
-        raise UsageError(f"--output {path} is a folder: name the file to write")
     if path.exists() and not config.overwrite:
         raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
     if path.exists() and not is_pack(path):

@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from itertools import chain, filterfalse, groupby
+from os.path import normpath
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, NamedTuple, TypeVar
@@ -147,8 +148,7 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
     if path.suffix == ".csv" and path.is_file():
         path, manifest = path.absolute().parent, str(path)
     if path.is_dir():  # files that a manifest names and that are missing are noticed when read
-        listing = ([], []) if manifest else _walk(str(path))
-        source = read_manifest(manifest) if manifest else read_class_folders(*listing, str(path))
+        source = read_manifest(manifest) if manifest else read_class_folders(*_walk(path))
         source.name, source.root = path.resolve().name, str(path)
         yield source
         return
@@ -164,8 +164,11 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
         yield source
 
 
-def _walk(root: str) -> tuple[list[str], list[str]]:
-    """List the files and the folders below `root` by name. Links are followed except in loops."""
+def _walk(root: Path) -> tuple[list[str], list[str], str]:
+    """List the files and the folders below `root`. Links are followed except in loops.
+
+    Returns what `read_class_folders` takes. Raises UsageError.
+    """
     files, folders = list[str](), list[str]()
 
     def refuse(error: OSError) -> None:
@@ -175,9 +178,9 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
         inside, name = f"{os.path.realpath(folder)}/", os.path.relpath(folder, root)
         real = {each: os.path.realpath(os.path.join(folder, each)) for each in below}
         below[:] = [each for each in below if not inside.startswith(f"{real[each]}/")]
-        files += (shortest(f"{name}/{each}") for each in names)
-        folders += (shortest(f"{name}/{each}") for each in below)
-    return files, folders
+        files += (normpath(f"{name}/{each}") for each in names)
+        folders += (normpath(f"{name}/{each}") for each in below)
+    return files, folders, str(root)
 
 
 def _list_archive(
@@ -202,7 +205,7 @@ def _list_archive(
         elif start == b"PK":
             kind = "zip"
         for name, is_folder, *place in (_tar_members if kind == "tar" else _zip_members)(root):
-            name = shortest(name.lstrip("/"))
+            name = normpath(name.lstrip("/"))
             if is_folder:
                 folders.append(name)
             else:
@@ -248,12 +251,6 @@ def _zip_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
 def hidden(path: str) -> bool:
     """Whether a file or folder is ignored."""
     return any(part.startswith(".") or part in HIDDEN_NAMES for part in path.split("/"))
-
-
-def shortest(path: str) -> str:
-    """Return a path without "." and empty parts, as members of archives are listed."""
-    parts = (part for part in path.split("/") if part not in ("", "."))
-    return "/" * path.startswith("/") + "/".join(parts)
 
 
 def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str) -> Source:
@@ -325,7 +322,7 @@ def read_manifest(path: str) -> Source:
             needed = [name for name in COLUMNS if name in names]
             for row in rows:
                 cells = {name: (row.get(name) or "").strip() for name in COLUMNS}
-                image, where = shortest(cells["path"]), f"{path}: line {rows.line_num}"
+                image, where = normpath(cells["path"]), f"{path}: line {rows.line_num}"
                 split, group = (
                     cells["split"],
                     sys.intern(cells["group"]),
