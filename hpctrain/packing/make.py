@@ -216,9 +216,10 @@ def find_equal_files(source: Source, run: Run) -> None:
         keys = source.places[:, 3 if source.kind == "zip" else 2]  # CRC-32, else size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    found = [*_read(source, rows, run, workers.read_each, workers.sha256)]
-    rows = rows[[not isinstance(digest, BadImage) for digest in found]]
-    digests = np.array([digest for digest in found if not isinstance(digest, BadImage)], "S32")
+    found = _read(source, rows, run, workers.read_each, workers.sha256)
+    known = (b"" if isinstance(digest, BadImage) else digest for digest in found)
+    digests = np.fromiter(known, "S32", len(rows))
+    rows, digests = rows[digests != b""], digests[digests != b""]
     _, first, numbers = np.unique(digests, return_index=True, return_inverse=True)
     source.duplicate_of[rows] = rows[first][numbers]
 

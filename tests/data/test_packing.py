@@ -264,6 +264,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path, refusal, j
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_a_disk_that_is_full_at_the_last_byte_is_one_line(folder, tmp_path):
+    """HDF5, which writes it, must not crash at exit."""
+    blocks = (make_pack(folder, tmp_path / "a.h5").stat().st_size - 1) // 1024
+    words = [sys.executable, "-m", "hpctrain", *command_words(folder, tmp_path / "b.h5")]
+    done = run(["bash", "-c", f'ulimit -f {blocks}; "$@"', "", *words])
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "nothing is kept" in done.stderr and os.listdir(tmp_path) == ["a.h5"]
+
+
 # Workers that die, and packing that is killed
 
 
