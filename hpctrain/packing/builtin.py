@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from hpctrain.errors import RunError, UsageError, did_you_mean
+from hpctrain.errors import RunError, UsageError
 from hpctrain.text import say
 from hpctrain.watchdog import doing
 
@@ -43,8 +43,7 @@ def locate(data: str, cache_dir: str) -> Path:
         command = f"python -m hpctrain pack {shlex.quote(data)}"
         raise UsageError(f"--data {data} is not a pack: run {command} first")
     elif not path.is_file():
-        hint = did_you_mean(data, BUILT_IN) or f": built in are {' and '.join(BUILT_IN)}"
-        raise UsageError(f"--data {data!r} is neither a file nor a built-in set{hint}")
+        raise UsageError(f"--data {data!r} is neither a file nor one of {', '.join(BUILT_IN)}")
     return path
 
 

@@ -139,8 +139,13 @@ def start_workers(jobs: int) -> Iterator[Run]:
         what: str, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]], images: int
     ) -> Iterator[Any]:
         def begin(task: tuple[Any, ...]) -> tuple[Callable[[], Any], int]:
-            result = pool.submit(function, *task).result if pool else partial(function, *task)
-            return result, len(task[0])
+            if not pool:
+                return partial(function, *task), len(task[0])
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:  # a worker that this starts inherits the mask: Ctrl-C waits for _begin
+                return pool.submit(function, *task).result, len(task[0])
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
         begun, done, console = map(begin, tasks), 0, Console(stderr=True)
         waiting = deque(islice(begun, AHEAD * jobs))
@@ -169,4 +174,5 @@ def _begin(parent: int) -> None:
     """Initialise a worker process."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even within a decoder
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     warnings.simplefilter("ignore")
