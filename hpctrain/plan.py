@@ -18,7 +18,7 @@ from hpctrain.config import Config, byte_count, optimizer_and_rate, worker_loads
 from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch, even_shares
 from hpctrain.errors import UsageError
-from hpctrain.text import brief, counted, min_to_max
+from hpctrain.text import brief, counted, listed, min_to_max
 from hpctrain.typed import from_fields
 
 VERSION = 2  # meaning of a plan's numbers
@@ -29,8 +29,6 @@ FREE = {
     *("verify", "reduce", "overlap", "device", "threads", "checkpoint_every", "keep_checkpoints"),
     *("resume", "time_limit", "hang_timeout", "test", "progress", "tensorboard", "dry_run"),
 }
-
-
 #: Settings that the plan resolves to numbers of other names.
 RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize"}
 
@@ -183,18 +181,15 @@ def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
 
 
 def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> int:
-    """Return the CPU threads per rank: --threads, else 1 if deterministic, else `allowed`. A
-    deterministic run keeps those of its `earlier` plan.
-    """
-    kept = earlier.threads if earlier else 0
+    """Return the CPU threads per rank: --threads, else 1 if deterministic, else `allowed`."""
+    kept = earlier.threads if earlier else 0  # of a deterministic run
     return kept or config.threads or (1 if config.deterministic else allowed)
 
 
 def read_plan(fields: Any) -> Plan:
     """Return the plan with the fields that `Plan.to_json` wrote.
 
-    Raises ValueError that names the field if one is missing, unknown or of another type, and
-    ValueError if the digest is not that of the fields.
+    Raises ValueError that names the field or the digest that is wrong.
     """
     digest = fields.pop("digest", None) if isinstance(fields, dict) else None
     plan = from_fields(Plan, fields)
@@ -211,9 +206,8 @@ def extend(plan: Plan, config: Config, facts: Facts) -> Plan:
     """
     if plan.version != VERSION:
         raise UsageError(
-            f"the run was begun by an hpctrain that reads the rows in another order (its plan has"
-            f" version {plan.version}, this hpctrain's {VERSION}): finish it with the one that"
-            " began it, or begin a new run with another --run"
+            f"the run's plan has version {plan.version}, this hpctrain's {VERSION}: finish it with"
+            " the hpctrain that began it, or begin a new run with another --run"
         )
     for what, old, new in (
         ("pack", plan.pack_uuid, facts.pack_uuid),
@@ -230,51 +224,38 @@ def extend(plan: Plan, config: Config, facts: Facts) -> Plan:
 def check_unchanged(what: str, old: object, new: object) -> None:
     """Raise UsageError if what a run was begun with is another one now."""
     if old != new:
-        raise UsageError(
-            f"the run was begun with {what} {brief(old)}, not {brief(new)}: it cannot go on"
-        )
+        text = f"the run was begun with {what} {brief(old)}, not {brief(new)}"
+        raise UsageError(f"{text}: it cannot go on")
 
 
 def describe_plan(config: Config, facts: Facts, plan: Plan, runs: Sequence[range]) -> list[str]:
     """Return the plan as text, one line per decision, with the shards of each rank, `runs`."""
     height, width, channels = plan.image_shape
-    partition, shares = plan.partition, min_to_max(plan.partition.shares)
-    by_rank = describe_shares(plan, runs)
-    warmup = f" after {plan.warmup_steps:,} steps" if plan.warmup_steps else ""
+    sizes, epochs = min_to_max(plan.partition.sizes), counted(plan.epochs, "epoch")
     order = plan.shuffle + ", classes drawn equally often" * config.balanced_sampling
     if plan.shuffle == "blocks":
         order = f"blocks of {plan.block_rows:,} images, shuffled by {plan.window_blocks:,}"
-    if facts.chunk_rows:
-        order += f"; the file has chunks of {facts.chunk_rows:,} images"
-    precision = plan.precision.replace("default", "default (TF32 in convolutions)")
-    sums = "Allreduce" if config.comm_dtype == "fp32" else f"gradients in {config.comm_dtype}"
-    lines = [
-        ("task", f"{config.task}, {width}x{height}x{channels}, {facts.classes} classes"),
-        ("model", plan.model),
-        *(("input", _listed(values)) for values in plan.scaling),  # mean, std
-        ("data", f"{plan.rows:,} training images, pack {plan.pack_uuid}"),
-        ("ranks", f"{len(runs)} on {facts.device}, {facts.threads} CPU threads each"),
-        (
-            "shards",
-            f"{plan.shards}, partitions of {min_to_max(partition.sizes)} images,"
-            f" {min_to_max(map(len, runs))} on a rank",
-        ),
-        ("order", order),
-        ("mini-batch", f"{plan.batch_size}, shares of {shares} images; {by_rank}"),
-        (
-            "steps",
-            f"{counted(plan.epochs, 'epoch')} x {plan.steps_per_epoch} = {plan.steps:,};"
-            f" last step of an epoch {sum(plan.last)} images",
-        ),
-        ("optimizer", f"{plan.optimizer}, learning rate {plan.learning_rate:g}{warmup}"),
-        *([("class weights", _listed(plan.class_weights))] if plan.class_weights else []),
-        ("batch norm", config.batch_norm),
-        ("precision", f"{precision}, {'NHWC' if config.channels_last else 'NCHW'}"),
-        ("seed", str(config.seed)),
-        ("sums", "tree order, deterministic" if config.deterministic else sums),
-        ("plan", plan.digest()),
-    ]
-    return [f"{name:<14} {text}" for name, text in lines]
+    steps = f"{epochs} x {plan.steps_per_epoch} = {plan.steps:,}, {plan.warmup_steps:,} to warm up"
+    sums = "tree order, deterministic" if config.deterministic else f"in {config.comm_dtype}"
+    lines = {
+        "task": f"{config.task}, {width}x{height}x{channels}, {facts.classes} classes",
+        "model": plan.model,
+        "input": "; ".join(map(_listed, plan.scaling)) or "0 to 1",  # mean; std
+        "data": f"{plan.rows:,} training images, pack {plan.pack_uuid}",
+        "ranks": f"{len(runs)} on {facts.device}, {facts.threads} CPU threads each",
+        "shards": f"{plan.shards}, partitions of {sizes} images",
+        "order": order,
+        "mini-batch": f"{plan.batch_size} images, {describe_shares(plan, runs)}",
+        "steps": f"{steps}; last step of an epoch {sum(plan.last)} images",
+        "optimizer": f"{plan.optimizer}, learning rate {plan.learning_rate:g}",
+        "class weights": _listed(plan.class_weights) or "none",
+        "batch norm": config.batch_norm,
+        "precision": f"{plan.precision}, {'NHWC' if config.channels_last else 'NCHW'}",
+        "seed": config.seed,
+        "sums": sums,
+        "plan": plan.digest(),
+    }
+    return [f"{name:<14} {text}" for name, text in lines.items()]
 
 
 def describe_shares(plan: Plan, runs: Sequence[range]) -> str:
@@ -286,5 +267,4 @@ def describe_shares(plan: Plan, runs: Sequence[range]) -> str:
 
 
 def _listed(values: tuple[float, ...]) -> str:
-    shown = values if len(values) <= MOST_SHARES else (min(values), max(values))
-    return (", " if shown is values else " to ").join(f"{value:.4g}" for value in shown)
+    return listed((f"{value:.4g}" for value in values), MOST_SHARES)
