@@ -21,13 +21,13 @@ from hpctrain import __version__, config
 from hpctrain.cluster import launched_rank, launched_size, under_mpirun
 from hpctrain.errors import Failure, UsageError, did_you_mean
 from hpctrain.fault import fault
-from hpctrain.text import say
+from hpctrain.text import counted, say
 from hpctrain.watchdog import Watchdog
 
 # How a subcommand uses the processes that a launcher started.
 RANKS = "all are ranks"
-ONE_PROCESS = "refused: several would do the same thing several times"
-NO_LAUNCHER = "refused: it starts ranks with a launcher itself, and launchers do not nest"
+ALONE = "refused: several would do the same thing several times"
+LAUNCHER = "refused: it starts ranks with a launcher itself, and launchers do not nest"
 ANY = "each decides for itself"
 
 
@@ -41,19 +41,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command(
-        RANKS, "training.train", config.Config, "train a network on all ranks (the default)"
-    ),
-    "pack": Command(
-        ONE_PROCESS, "packing.make", config.PackConfig, "convert image files to one HDF5 pack"
-    ),
-    "sweep": Command(NO_LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
-    "supervise": Command(
-        NO_LAUNCHER, "supervise", config.SuperviseConfig, "restart a run after failures"
-    ),
-    "stop": Command(
-        ONE_PROCESS, "stop", config.StopConfig, "stop a run or a sweep after its next step, saved"
-    ),
+    "train": Command(RANKS, "training.train", config.Config, "train a network (the default)"),
+    "pack": Command(ALONE, "packing.make", config.PackConfig, "put image files in one HDF5 pack"),
+    "sweep": Command(LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
+    "supervise": Command(LAUNCHER, "supervise", config.SuperviseConfig, "restart a failed run"),
+    "stop": Command(ALONE, "stop", config.StopConfig, "save and stop a run or a sweep"),
     "evaluate": Command(
         RANKS, "inference.evaluate", config.EvaluateConfig, "test a trained network on a split"
     ),
@@ -61,15 +53,13 @@ COMMANDS = {
         RANKS, "inference.predict", config.PredictConfig, "classify images, or a split, into CSV"
     ),
     "export": Command(
-        ONE_PROCESS, "inference.export", config.ExportConfig, "write a network for other programs"
+        ALONE, "inference.export", config.ExportConfig, "write a network for other programs"
     ),
-    "compare": Command(ONE_PROCESS, "compare", config.CompareConfig, "compare two runs bit by bit"),
-    "plot": Command(ONE_PROCESS, "plot", config.PlotConfig, "plot accuracy and loss by epoch"),
+    "compare": Command(ALONE, "compare", config.CompareConfig, "compare two runs bit by bit"),
+    "plot": Command(ALONE, "plot", config.PlotConfig, "plot accuracy and loss by epoch"),
     "doctor": Command(ANY, "doctor", config.DoctorConfig, "check this machine"),
-    "watch": Command(ONE_PROCESS, "watch", config.WatchConfig, "show runs as they train"),
+    "watch": Command(ALONE, "watch", config.WatchConfig, "show runs as they train"),
 }
-
-
 # What other programs call the subcommands.
 ELSEWHERE = {
     **dict.fromkeys(("test", "val", "validate"), "evaluate"),
@@ -93,10 +83,9 @@ def main(argv: list[str] | None = None) -> int:
             return start(name, settings, failure)
         return int(importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main(settings))
     except Failure as error:  # one process, or several without MPI
-        where = ""
-        if rank := launched_rank():
+        where = f"[rank {rank}] " if (rank := launched_rank()) else ""
+        if where:
             time.sleep(1.0)  # if the first process failed alike, the launcher ends this one
-            where = f"[rank {rank}] "
         print(f"{where}hpctrain: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
@@ -115,13 +104,12 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         raise SystemExit(0)
     name, words = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if name not in COMMANDS:
-        raise UsageError(
-            f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS, ELSEWHERE)}"
-        )
+        hint = did_you_mean(name, COMMANDS, ELSEWHERE)
+        raise UsageError(f"there is no subcommand {name!r}{hint}")
     command, ranks = COMMANDS[name], launched_size() or 1
-    if command.processes == NO_LAUNCHER and (under_mpirun() or ranks > 1):
+    if command.processes == LAUNCHER and (under_mpirun() or ranks > 1):
         raise UsageError(f"{name} starts its own ranks: call it without mpirun or srun")
-    if command.processes == ONE_PROCESS and ranks > 1:
+    if command.processes == ALONE and ranks > 1:
         raise UsageError(f"{name} needs one process, not {ranks}: call it without mpirun or srun")
     return name, config.parse_settings(name, command.summary, command.settings, words)
 
@@ -138,8 +126,7 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
-            ranks = f"{size} ranks" if size > 1 else "1 rank"
-            say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
+            say(f"hpctrain {name}: starting on {counted(size, 'rank')} ...", sys.stderr)
         from hpctrain.parallel.mpi import MPI, conclude, on_all, start_mpi
 
         watchdog.abort = MPI.COMM_WORLD.Abort

@@ -3,14 +3,11 @@
 Nothing here initializes MPI. What launchers and schedulers document, and what of it was tested, is
 the table of docs/cluster.md. Sources:
 
-* Slurm: sbatch(1), srun(1), squeue(1), scontrol(1). A job's requests for GPUs are variables too,
-  which every srun in the job reads as its own options.
-* PBS Professional and OpenPBS: qsub(1B), qrerun(1B). ``qrerun`` needs the privilege of an
-  operator, and PBS holds a job after 21 starts.
+* Slurm: sbatch(1), srun(1), squeue(1), scontrol(1).
+* PBS Professional and OpenPBS: qsub(1B), qrerun(1B), which needs the privilege of an operator.
 * PALS, the launcher of HPE Cray systems with PBS: those that HPE's plugin mpi/cray_shasta of Slurm
   sets in its place. PALS_LOCAL_SIZE is from programs that run on such systems.
-* Flux: flux-environment(7). It tells no local size; that of an even launch is computed. A batch
-  script has no FLUX_JOB_ID, but FLUX_URI.
+* Flux: flux-environment(7). A batch script has no FLUX_JOB_ID, but FLUX_URI.
 
 SIGUSR2 and SIGUSR1 are notices that a batch script asks for before the end of the job (sbatch and
 flux batch --signal); their handler only records them. SIGTERM is a notice if its sender then waits:
@@ -76,20 +73,10 @@ def launcher_name() -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its `parent` dies, even by SIGKILL (Linux, prctl(2)).
-
-    Ends it at once if the parent has died already.
-    """
-    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def end_with_launcher() -> None:
-    """Make the kernel kill this process when the mpirun that started it dies."""
-    if under_mpirun():
-        end_with_parent(os.getppid())
+    """Make the kernel kill this process when its `parent` dies, even by SIGKILL (prctl(2))."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has died already
+        os._exit(1)
 
 
 def notice_signals() -> tuple[signal.Signals, ...]:
@@ -106,10 +93,7 @@ def catch_signals() -> None:
 
 @contextmanager
 def signals_caught() -> Iterator[None]:
-    """Catch the notices in a block of a user's own program, if this is the main thread.
-
-    At the end they are forgotten.
-    """
+    """Catch the notices in a block of a user's own program, if this is the main thread."""
     own = threading.current_thread() is threading.main_thread()
     try:
         with signals_handled(notice_signals() if own else (), _received.append):
@@ -169,8 +153,11 @@ def launched_local_rank() -> int:
 def local_size() -> int:
     """Return the number of the launch's processes on this host; 1 without a launcher."""
     names = "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"
-    if found := _first_number(*names) or tasks_here():
+    if found := _first_number(*names):
         return found
+    tasks = tasks_by_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if (node := _first_number("SLURM_NODEID")) is not None and node < len(tasks):
+        return tasks[node]
     nodes = _first_number("FLUX_JOB_NNODES")  # of an even launch, or the mean rounded up
     return -(-(_first_number("FLUX_JOB_SIZE") or 1) // nodes) if nodes else 1
 
@@ -181,22 +168,15 @@ def tasks_by_node(text: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def tasks_here(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return the tasks of this step on this node; None if srun did not start this process."""
-    tasks = tasks_by_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = env.get("SLURM_NODEID", "")
-    return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else None
-
-
 def place_in_step(rank: int, size: int) -> tuple[int, int]:
     """Return the node of this step, and the task of that node, on which `rank` of `size` runs.
 
     (-1, -1) if srun did not start these ranks: under mpirun its variables describe a daemon.
     """
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID")
-    procid, tasks, node, local = (os.environ.get(name, "") for name in names)
-    if (procid, tasks) == (str(rank), str(size)) and node.isdigit() and local.isdigit():
-        return int(node), int(local)
+    names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID"
+    procid, tasks, node, local = map(_first_number, names)
+    if (procid, tasks) == (rank, size) and node is not None and local is not None:
+        return node, local
     return -1, -1
 
 
@@ -228,11 +208,8 @@ def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
 
 
 def ask(*command: str, within: float | None = None, **variables: str) -> str:
-    """Return the output of a scheduler's command, given `within` so many seconds (ANSWER_WITHIN).
-
-    Raises RunError if it fails or times out.
-    """
-    within, env = within or ANSWER_WITHIN, {**os.environ, **variables}
+    """Return the output of a scheduler's command. Raises RunError if it fails or times out."""
+    within, env = within or ANSWER_WITHIN, {**os.environ, **variables}  # seconds
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=within)
     except OSError as error:

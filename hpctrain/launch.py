@@ -51,8 +51,7 @@ def mpirun() -> str:
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a job, with this hpctrain first on PYTHONPATH.
 
-    Root and more ranks than cores are allowed. Variables that the user has set are kept, and those
-    in `extra` take precedence.
+    Root and more ranks than cores are allowed, unless the user has set the variables.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
@@ -60,10 +59,8 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def own_sessions(folder: str) -> dict[str, str]:
-    """Return variables that make an mpirun keep its sockets in `folder`.
-
-    An mpirun that is killed leaves them behind, and the next one with the same process ID would
-    conflict with them.
+    """Return variables that make an mpirun keep its sockets in `folder`: those that a killed one
+    left would conflict with the next one of the same process ID.
     """
     return {"OMPI_MCA_orte_tmpdir_base": folder, "PRTE_MCA_prte_tmpdir_base": folder}
 
@@ -122,9 +119,7 @@ class LaunchedRun:
         self.process.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """Send SIGTERM, so that the launcher ends its ranks. To be called again until it has ended:
-        SIGKILL follows `KILL_AFTER` seconds later.
-        """
+        """Send SIGTERM, and SIGKILL `KILL_AFTER` seconds later. To be called until it has ended."""
         if self._killed_at is None:
             self._killed_at = time.monotonic()
             self.process.terminate()
@@ -140,11 +135,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a launcher on these cores (all if none are given) and append its output to `log`.
 
-    Without a log, it writes where this process writes.
-
-    It runs in a session of its own, so that Ctrl-C reaches only this process. The kernel kills it
-    when this process dies, even by SIGKILL; the ranks of mpirun and srun die with their launcher.
-    Raises OSError if it cannot start.
+    Without a log, it writes where this process writes. It runs in a session of its own, so that
+    Ctrl-C reaches only this process, with which it dies. Raises OSError if it cannot start.
     """
     parent = os.getpid()
 

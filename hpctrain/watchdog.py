@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import end_with_launcher, launched_local_rank, local_size, under_mpirun
+from hpctrain.cluster import end_with_parent, launched_local_rank, local_size, under_mpirun
 from hpctrain.errors import UsageError
 from hpctrain.text import listed, ranges, say
 from hpctrain.typed import from_fields, parse_json
@@ -87,7 +87,7 @@ def read_beats(folder: Path) -> list[Beat]:
 
 def is_gone(beat: Beat) -> bool:
     """Whether the process of a heartbeat ran on this host and no longer exists."""
-    if beat.host != socket.gethostname() or not os.path.isdir("/proc/self"):
+    if beat.host != socket.gethostname():
         return False
     with suppress(OSError), open(f"/proc/{beat.pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()[0] == b"Z"  # a zombie: ended, not yet reaped
@@ -107,8 +107,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[str]:
     """Return a line for each rank for which others wait.
 
-    These are the ranks without any heartbeat, those without a new one for `silence` seconds
-    before `now`, and those that are not waiting themselves.
+    These are the ranks without a new heartbeat for `silence` seconds, and those that do not wait.
     """
     missing = sorted(set(range(size)) - {beat.rank for beat in beats})
     lines = [f"{name_ranks(missing)} gave no sign at all"] if missing else []
@@ -129,9 +128,8 @@ def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
     The time is in seconds since 1970. Returns None if there are no heartbeats, and, unless the
     launch `is_over`, if no rank recorded a failure and all processes on this host still exist.
 
-    A reason that a rank recorded comes first, then a crash noted by faulthandler. Otherwise the
-    ranks without a stack ended first: launchers send SIGTERM to the remaining ranks, which then
-    write their stacks.
+    Unless a rank recorded the reason or crashed, the ranks without a stack ended first: launchers
+    send SIGTERM to the others, which then write their stacks.
     """
     beats, silent = read_beats(folder), []
     if not beats or not (is_over or any(beat.failed or is_gone(beat) for beat in beats)):
@@ -144,17 +142,15 @@ def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
         stack = folder / f"{beat.rank}.stack"
         text = stack.read_text(errors="replace") if stack.exists() else ""
         if crash := CRASH.match(text):
-            said = f"rank {beat.rank} crashed ({crash[1]}), last heartbeat: {beat.doing}"
-            return said, last
+            return f"rank {beat.rank} crashed ({crash[1]}), last heartbeat: {beat.doing}", last
         silent += [] if text else [beat]
     if not silent:
         return f"ended from outside (SIGTERM), rank 0 was in: {beats[0].doing}", last
     each = [f"rank {b.rank} on {b.host}, last heartbeat: {b.doing}" for b in silent]
-    where = listed(each, MOST_NAMED, "; ")
+    text = f"killed, reason unknown: {listed(each, MOST_NAMED, '; ')}"
     if len(silent) == len(beats):
-        return f"all ranks were killed, reason unknown: {where}", last
-    others = "(the others were then ended by the launcher)"
-    return f"killed, reason unknown: {where} {others}", last
+        return f"all ranks were {text}", last
+    return f"{text} (the others were then ended by the launcher)", last
 
 
 _current: list[Watchdog] = []  # the last one is that of this process
@@ -206,19 +202,17 @@ class Watchdog:
         self._whole, self._failed, self._init_reported = whole, False, False
         self._folder: Path | None = None  # of heartbeats
         self._stack = 2  # descriptor of the file for stacks; stderr before there is a folder
+        #: Seconds between two heartbeats; longer for many ranks, to spare the file system.
+        self.interval = min(max(BEAT_EVERY, size / 20), timeout / 6)
         self.activity, self._since = "start", time.monotonic()
         self._beaten, self._phase = time.monotonic(), ""  # of the last heartbeat that `look` wrote
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    @property
-    def interval(self) -> float:
-        """Seconds between two heartbeats; longer for many ranks, to spare the file system."""
-        return min(max(BEAT_EVERY, self.size / 20), self.timeout / 6)
-
     def __enter__(self) -> Watchdog:
-        end_with_launcher()
+        if under_mpirun():
+            end_with_parent(os.getppid())
         _current.append(self)
         self._arm()
         self._thread.start()
@@ -244,8 +238,7 @@ class Watchdog:
                 (self._folder / f"{self.rank}.json").unlink(missing_ok=True)
 
     def _arm(self) -> None:
-        """Start faulthandler's timer, which needs no interpreter, as a second line of defence. Its
-        limit is longer than the thread's, which restarts it with each heartbeat."""
+        """Start faulthandler's timer, which needs no interpreter; the thread restarts it."""
         limit = 2 * self.limit + LAST_WORDS
         faulthandler.dump_traceback_later(limit, exit=True, file=self._stack)
 
@@ -254,10 +247,8 @@ class Watchdog:
         try:
             self._stack = os.open(folder / f"{self.rank}.stack", os.O_WRONLY | os.O_CREAT)
         except OSError as error:
-            raise UsageError(
-                f"cannot write into {folder} on {self.host}: {error.strerror}; it must be a folder"
-                " that all ranks see"
-            ) from error
+            text = f"cannot write into {folder} on {self.host}: {error.strerror}"
+            raise UsageError(f"{text}; it must be a folder that all ranks see") from error
         self._folder = folder
         if self._whole:
             faulthandler.enable(self._stack)
@@ -301,12 +292,10 @@ class Watchdog:
             self._arm()
         if self.activity == MPI_INIT and waited > SLOW_INIT and not self._init_reported:
             self._init_reported = True
-            text = (
-                f"{self._where} still in MPI_Init after {SLOW_INIT:.0f} s; the launcher started"
-                f" {local_size()} of {self.size} ranks here: a host without such a line is missing"
-            )
+            here = f"the launcher started {local_size()} of {self.size} ranks here"
+            text = f"{self._where} still in MPI_Init after {SLOW_INIT:.0f} s; {here}"
             if launched_local_rank() == 0:
-                say(text, sys.stderr)
+                say(f"{text}: a host without such a line is missing", sys.stderr)
         if waited > self._allowed:
             self._time_is_up(now)
 
@@ -359,11 +348,8 @@ class Watchdog:
 
     def _dump(self) -> str:
         """Write the stacks of all threads to a file; return its folder, or its name if none."""
-        try:
-            descriptor, name = self._stack, str(self._folder)
-            if self._folder is None:
-                descriptor, name = tempfile.mkstemp(".stack", "hpctrain-")
-            faulthandler.dump_traceback(descriptor, all_threads=True)
-            return name
-        except (OSError, ValueError) as error:
-            return f"no file ({error})"
+        descriptor, name = self._stack, str(self._folder)
+        if self._folder is None:
+            descriptor, name = tempfile.mkstemp(".stack", "hpctrain-")
+        faulthandler.dump_traceback(descriptor, all_threads=True)
+        return name

@@ -79,9 +79,6 @@ def test_the_variables_of_every_launcher(monkeypatch, name):
 )
 def test_tasks_of_every_node(text, tasks):
     assert cluster.tasks_by_node(text) == tasks
-    for node in range(len(tasks) + 1):
-        variables = {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)}
-        assert cluster.tasks_here(variables) == (tasks[node] if node < len(tasks) else None)
 
 
 def test_the_job_is_that_of_the_outermost_scheduler():
