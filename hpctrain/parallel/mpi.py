@@ -18,10 +18,9 @@ import socket
 import sys
 import traceback
 from array import array
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from hpctrain.cluster import launched_rank, launched_size, local_size, place_in_step
 from hpctrain.errors import Failure, UsageError, first_line
@@ -31,7 +30,7 @@ from hpctrain.watchdog import MPI_INIT, current, doing, waiting
 P = ParamSpec("P")
 T = TypeVar("T")
 LARGEST = 1 << 30  # bytes of one message: MPI before version 4 takes at most 2^31 - 1
-_finalize_limit = 60.0  # seconds
+FINALIZE_LIMIT = 60.0  # seconds
 
 
 def _prepare_environment() -> None:
@@ -43,10 +42,7 @@ def _prepare_environment() -> None:
         # Its component for networks, which ranks of one host do not use, sleeps for a second when
         # Open MPI closes it (mca_btl_ofi_component_close).
         os.environ.setdefault("OMPI_MCA_btl", "^ofi")
-    bundled = any(
-        os.path.exists(os.path.join(sys.prefix, "lib", name))
-        for name in ("libmpi.so.40", "libmpi.so.12")
-    )
+    bundled = os.path.exists(os.path.join(sys.prefix, "lib", "libmpi.so.40"))
     if bundled and "munge" in os.environ.get("PMIX_SECURITY_MODE", ""):
         # Slurm sets munge, which a bundled Open MPI lacks; it also offers "native".
         os.environ.setdefault("PMIX_MCA_psec", "native")
@@ -67,21 +63,14 @@ except (ImportError, RuntimeError) as error:
 Comm = MPI.Intracomm
 
 
-def _initialize() -> None:
-    """Call MPI_Init_thread as mpi4py does, but without holding the interpreter's lock.
-
-    The watchdog then keeps running while this rank waits for one that has not started.
-    """
-    if MPI.Is_initialized():
-        return
+# As mpi4py does, but without holding the interpreter's lock: the watchdog keeps running while this
+# rank waits for one that has not started.
+if not MPI.Is_initialized():
     doing(MPI_INIT)
-    level = ctypes.c_int()
-    ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level))
-    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises returned errors as exceptions
-
-
-_initialize()
+    _level, _mpi = ctypes.c_int(), ctypes.CDLL(MPI.__file__)
+    _mpi.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(_level))
+    for _comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        _comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises returned errors as exceptions
 
 
 class LauncherMismatch(UsageError):
@@ -94,14 +83,13 @@ def start_mpi() -> Comm:
     Raises LauncherMismatch if the launcher started several processes that do not see each other
     (its MPI is not the one that mpi4py loaded).
     """
-    started = launched_size()
-    if MPI.COMM_WORLD.size == 1 and started is not None and started > 1:
+    started = launched_size() or 1
+    if MPI.COMM_WORLD.size == 1 < started:
         plugin = "pmix" if "Open MPI" in library() else "pmi2"
         advice = f"srun --mpi={plugin}" if "SLURM_STEP_ID" in os.environ else "its own mpirun"
         raise LauncherMismatch(
             f"the launcher started {started} processes, but each sees only itself: it does not"
-            f" belong to {library()}; start with {advice} (python -m mpi4py --mpi-library names"
-            " the library in use)"
+            f" belong to {library()}; start with {advice}"
         )
     with waiting():
         return MPI.COMM_WORLD.Dup()
@@ -109,16 +97,16 @@ def start_mpi() -> Comm:
 
 def on_root(comm: Comm, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function` on rank 0; all ranks return its result or raise its Failure. Collective."""
-    outcome: tuple[Any, Failure | None] = (None, None)
+    result: Any = None
     if comm.rank == 0:
         try:
-            outcome = (function(*args, **kwargs), None)
+            result = function(*args, **kwargs)
         except Failure as error:
-            outcome = (None, agreed(error))
+            result = agreed(error)
     with waiting("rank 0"):
-        result, failure = comm.bcast(outcome, 0)
-    if failure is not None:
-        raise agreed(failure)
+        result = comm.bcast(result, 0)
+    if isinstance(result, Failure):
+        raise agreed(result)
     return result
 
 
@@ -139,10 +127,7 @@ def minimum(comm: Comm, *numbers: int) -> list[int]:
 
 @contextmanager
 def on_all(comm: Comm) -> Iterator[None]:
-    """Let all ranks raise the first Failure that any raises in the block. Collective.
-
-    After the block, its results exist on all ranks.
-    """
+    """Let all ranks raise the first Failure that any raises in the block. Collective."""
     failure = None
     try:
         yield
@@ -167,8 +152,8 @@ def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
     for rank, held in enumerate(others, start=1):
         for name, value in expected.items():
             if held[name] != value:
-                text = f"{name} differs between ranks: {value} on rank 0, {held[name]} on rank"
-                raise agreed(UsageError(f"{text} {rank}"))
+                text = f"{value} on rank 0, {held[name]} on rank {rank}"
+                raise agreed(UsageError(f"{name} differs between ranks: {text}"))
 
 
 HOST = MPI.Comm.Create_keyval()  # attribute of a communicator: the communicator of its host
@@ -180,7 +165,8 @@ def comm_of_host(comm: Comm) -> Comm:
     Under srun, Slurm's variables define it: MPI libraries that compare host names with Slurm's node
     names would put every rank into a communicator of its own if the two differ.
     """
-    if (host := comm.Get_attr(HOST)) is None:
+    host: Any = comm.Get_attr(HOST)
+    if host is None:
         node, task = place_in_step(comm.rank, comm.size)
         with waiting():
             if minimum(comm, node)[0] >= 0:
@@ -188,7 +174,7 @@ def comm_of_host(comm: Comm) -> Comm:
             else:
                 host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         comm.Set_attr(HOST, host)
-    return cast(Comm, host)
+    return host
 
 
 def fair_threads(comm: Comm) -> int:
@@ -204,25 +190,8 @@ def fair_threads(comm: Comm) -> int:
     return max(1, minimum(comm, given or len(cores) // sharing)[0])
 
 
-def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
-    """Return all host names, and ranks and cores of the host with the fewest cores per rank.
-
-    Collective.
-    """
-    ranks, cores = Counter[str](), defaultdict[str, set[int]](set)
-    for host, allowed in allgather(comm, (socket.gethostname(), os.sched_getaffinity(0))):
-        ranks[host] += 1
-        cores[host] |= allowed
-    fullest = max(ranks, key=lambda host: ranks[host] / len(cores[host]))
-    return sorted(ranks), ranks[fullest], len(cores[fullest])
-
-
 def conclude(error: BaseException) -> int:
-    """Return the exit code of a parallel subcommand that raised this error, or abort all ranks.
-
-    An agreed error is printed by rank 0. Any other error is printed with rank and host and aborts
-    all ranks, since the others might wait in a collective forever.
-    """
+    """Return the exit code of a parallel subcommand that raised this error, or abort all ranks."""
     world, code = MPI.COMM_WORLD, 1
     text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, Failure):
@@ -247,29 +216,11 @@ def conclude(error: BaseException) -> int:
 
 
 def end_mpi() -> None:
-    """Call MPI_Finalize, as the last action of a program. Collective.
-
-    A rank that dies or hangs now would block the others, so this process exits after a time limit.
-    """
-    faulthandler.dump_traceback_later(_finalize_limit, exit=True, file=2)
+    """Call MPI_Finalize, within a time limit, as the last action of a program. Collective."""
+    faulthandler.dump_traceback_later(FINALIZE_LIMIT, exit=True, file=2)
     fault("mpi.ending")
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()
-
-
-def limit_finalize(seconds: float) -> None:
-    """Set the time limit of `end_mpi`."""
-    global _finalize_limit
-    _finalize_limit = seconds
-
-
-def check_threads(flag: str) -> None:
-    """Raise UsageError if only the thread that initialized MPI may call it."""
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        raise UsageError(
-            f"{flag} calls MPI from a thread of its own, and {library()} was started without"
-            f" MPI_THREAD_SERIALIZED: leave out {flag}"
-        )
 
 
 def library() -> str:

@@ -25,9 +25,9 @@ from functools import partial
 
 import torch
 
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.message import Layout, Message
-from hpctrain.parallel.mpi import Comm, check_threads
+from hpctrain.parallel.mpi import MPI, Comm, library
 from hpctrain.parallel.reduce import Bfloat16Reduce, Reduce
 from hpctrain.parallel.transport import HostMemory, Pinned, Transport
 from hpctrain.parallel.tree import TreeReduce
@@ -60,7 +60,9 @@ class Overlapped(Reduce):
 
         Raises UsageError if MPI may be called by one thread only.
         """
-        check_threads("--overlap")
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            need = f"MPI_THREAD_SERIALIZED, without which {library()} was started"
+            raise UsageError(f"--overlap needs {need}: leave it out")
         super().__init__(parts[0].transport, message.tensor)
         self._message, self._parts = message, parts
         segments = message.layout.segments

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import os
 import shutil
+import socket
 import time
 import tomllib
 from pathlib import Path
@@ -25,7 +26,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole, writing
 from hpctrain.parallel.device import hardware_key, memory_of
-from hpctrain.parallel.mpi import agreed, describe_hosts, library, on_root
+from hpctrain.parallel.mpi import agreed, allgather, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, best_file, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
@@ -161,7 +162,11 @@ def run_facts(run: Run) -> dict[str, object]:
         for name, value in dataclasses.asdict(run.config).items()
         if value != getattr(Config, name) and name not in FREE - {"data", "epochs"}
     }
-    hosts, host_ranks, host_cores = describe_hosts(run.comm)
+    cores: dict[str, list[set[int]]] = {}  # of each rank, by host
+    for host, allowed in allgather(run.comm, (socket.gethostname(), os.sched_getaffinity(0))):
+        cores.setdefault(host, []).append(allowed)
+    counts = [(len(each), len(set().union(*each))) for each in cores.values()]
+    host_ranks, host_cores = max(counts, key=lambda count: count[0] / count[1])
     memory, memory_reason = memory_of(run.trainer.message.device)
     return {
         "name": run.folder.name,
@@ -169,8 +174,8 @@ def run_facts(run: Run) -> dict[str, object]:
         "model": run.plan.model,
         "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
         "ranks": run.comm.size,
-        "hosts": hosts,
-        "host_ranks": host_ranks,
+        "hosts": sorted(cores),
+        "host_ranks": host_ranks,  # of the host with the fewest cores per rank
         "host_cores": host_cores,
         "shards": run.plan.shards,
         "device": run.facts.device,

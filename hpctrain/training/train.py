@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.cluster import LEFT
-from hpctrain.config import Config, check_settings, checkpoint_interval, duration
+from hpctrain.config import Config, check_settings, checkpoint_interval
 from hpctrain.errors import RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.models import read_model
@@ -21,7 +21,6 @@ from hpctrain.parallel.mpi import (
     Comm,
     agreed,
     allgather,
-    limit_finalize,
     on_all,
     on_root,
     start_mpi,
@@ -75,7 +74,6 @@ def run_training(
     comm = start_mpi() if comm is None else comm
     config = on_root(comm, lambda: config)
     on_root(comm, check_settings, config)
-    limit_finalize(min(60.0, duration(config.hang_timeout, "--hang-timeout")))
     lock, (deadline, note) = RunLock(), on_root(comm, find_deadline, config)
     with ExitStack() as stack:
         stack.callback(lock.release)
