@@ -88,15 +88,11 @@ def evaluate(
 def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
     """Return `given` with `more` settings, checked; None leaves one as it is. Raises UsageError."""
     if not dataclasses.is_dataclass(given):
-        raise UsageError(
-            f"{brief(given)} is no hpctrain.Config: name settings, such as data='a.h5'"
-        )
+        advice = "name settings, such as data='a.h5'"
+        raise UsageError(f"{brief(given)} is no hpctrain.Config: {advice}")
     known = {field.name for field in dataclasses.fields(given)}
-    table = {
-        key: as_setting(value)
-        for key, value in more.items()
-        if value is not None or key not in known
-    }
+    wanted = {key for key, value in more.items() if value is not None or key not in known}
+    table = {key: as_setting(more[key]) for key in more if key in wanted}
     chosen = dataclasses.replace(given, **read_table(table, type(given), f"hpctrain.{name}"))
     check_settings(chosen)
     return chosen
@@ -106,9 +102,8 @@ def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
 def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
     """Yield a communicator of all ranks for hpctrain.`name`, with signals caught. Collective.
 
-    A watchdog ends the ranks that make the call if others do not. Without a launcher there is one
-    rank, and every error is raised. Of several ranks, an error that not all have aborts all, as on
-    the command line: the others would wait forever.
+    A watchdog ends the ranks that make the call if others do not. An error that not all of several
+    ranks have aborts all, as on the command line; others are raised.
     """
     import torch
 

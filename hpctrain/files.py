@@ -54,12 +54,9 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 def check_room(folder: Path, needed: int, what: str) -> None:
     """Raise RunError if fewer than `needed` bytes, which `what` needs, are free in the folder."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise RunError(
-            f"{folder} has {free / 2**20:,.0f} MiB free, {what} needs {needed / 2**20:,.0f} MiB"
-            " there"
-        )
+    if needed > (free := shutil.disk_usage(folder).free):
+        has, needs = f"{free / 2**20:,.0f} MiB", f"{needed / 2**20:,.0f} MiB"
+        raise RunError(f"{folder} has {has} free, {what} needs {needs} there")
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 A stream of a GPU is a queue of copies and kernels; an event marks a position in one:
 https://docs.pytorch.org/docs/stable/notes/cuda.html. All synchronization of the package with a GPU
-is in this file. The host queues work and runs ahead of the device. On the CPU all work is done
-when the call returns, and the same functions return immediately.
+is in this file. On the CPU all work is done when the call returns, and the same functions return
+immediately.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class Upload:
         """Copy the first `count` samples to the device and return the result of `work` on them.
 
         The result must not share memory with the samples, which on the CPU are in the buffer.
-        Other streams may use it after `take`.
         """
         with use_stream(self._stream):
             rows = self._buffer[:count].to(self.device, non_blocking=True)
@@ -116,13 +115,10 @@ class Upload:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to `device` without waiting.
-
-    It is copied to a GPU from pinned memory, which torch keeps until the copy is complete.
-    """
+    """Copy a small CPU tensor to `device` without waiting."""
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)  # torch keeps it until it is copied
 
 
 class Snapshot:
@@ -159,8 +155,7 @@ def copy_to_host(
 class Clock:
     """Measures the seconds of a step's computation and of its reduction on the device.
 
-    They are those of the newest completed step: on the CPU the current one. Nothing waits for a
-    GPU.
+    They are those of the newest step that is complete: nothing waits for a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,16 +167,8 @@ class Clock:
         """Mark the beginning of a step."""
         self._steps.append([record_event(self._device, timing=True)])
 
-    def computed(self) -> float:
-        """Mark the end of the step's computation; return the newest seconds of a computation."""
-        self._mark()
-        return self.compute
-
-    def reduced(self) -> None:
-        """Mark the end of the step's reduction."""
-        self._mark()
-
-    def _mark(self) -> None:
+    def mark(self) -> None:
+        """Mark the end of the step's computation, and then that of its reduction."""
         self._steps[-1].append(record_event(self._device, timing=True))
         while self._steps:
             begun, *later = self._steps[0]

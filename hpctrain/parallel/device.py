@@ -52,10 +52,8 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     """
     count = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and count == 0:
-        raise UsageError(
-            f"--device cuda, but torch {torch.__version__} sees no GPU"
-            + ("" if built_for() else " (this torch was built without GPUs)")
-        )
+        why = "" if built_for() else " (this torch was built without GPUs)"
+        raise UsageError(f"--device cuda, but torch {torch.__version__} sees no GPU{why}")
     if count == 0:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % count)
@@ -63,10 +61,8 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(device)
         record_event(device).synchronize()  # first use of the GPU, unlike set_device
     except RuntimeError as error:  # an old driver, a GPU that another process holds
-        raise UsageError(
-            f"GPU {device.index} of {count} cannot be used ({first_line(error)}): python -m"
-            " hpctrain doctor shows more; --device cpu does without"
-        ) from error
+        text = f"GPU {device.index} of {count} cannot be used ({first_line(error)})"
+        raise UsageError(f"{text}: python -m hpctrain doctor shows more") from error
     return device
 
 
@@ -83,8 +79,7 @@ def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mod
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate an uninitialised tensor.
 
-    On the CPU, NumPy allocates it, which requests huge pages: copies between processes are then
-    twice as fast.
+    On the CPU NumPy does, in huge pages: copies between processes are then twice as fast.
     """
     if device.type == "cpu":
         return torch.from_numpy(np.empty(shape, DTYPES[dtype]))
@@ -157,12 +152,12 @@ def keep_memory() -> None:
     (700 to 1,400 faults per step of the digits network, a third of its time). Threads share one
     arena: glibc returns the memory of other arenas than the first regardless of the setting, which
     costs the loader's thread 1,300 faults per batch of 128 images of 100x100x3, and half its speed.
-    See mallopt(3). Does nothing if the C library has no such function.
+    See mallopt(3).
     """
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = ctypes.CDLL(None).mallopt
     # Older versions accept at most 32 MiB; each call disables the dynamic adjustment of both.
-    if mallopt is not None and (mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25)):
+    if mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25):
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(arena_max, 1)
 
@@ -222,11 +217,7 @@ def processor_name() -> str:
 
 
 def hardware_key(device: torch.device) -> str:
-    """Return what the bits of results depend on besides the plan.
-
-    These are torch, the processor and the instruction set that torch uses on it; on a GPU also its
-    model, CUDA and cuDNN (ROCm and MIOpen).
-    """
+    """Return what the bits of results depend on besides the plan: versions and hardware."""
     cpu = processor_name(), torch.backends.cpu.get_cpu_capability()
     parts = [f"torch {torch.__version__}", *cpu]
     if device.type == "cuda":
@@ -238,10 +229,9 @@ def hardware_key(device: torch.device) -> str:
 
 @contextmanager
 def explain_errors(refused: type[Failure]) -> Iterator[None]:
-    """Raise one line that says what helps in place of two errors of torch.
+    """Raise one line in place of two errors of torch.
 
-    RunError if memory runs out, and `refused` if torch refuses an operation, which is named,
-    because of --deterministic.
+    RunError if memory runs out, `refused` if --deterministic lacks an operation, which is named.
     """
     try:
         yield
@@ -249,9 +239,8 @@ def explain_errors(refused: type[Failure]) -> Iterator[None]:
         text = " ".join(str(error).split())
         if isinstance(error, MemoryError) or NO_MEMORY.search(text):
             raise RunError(
-                f"out of memory ({brief(first_line(error))}): a rank holds the images of one shard"
-                " at a time: a new run with more --shards needs less memory, but batch norm then"
-                " normalizes smaller groups of images, so the result differs"
+                f"out of memory ({brief(first_line(error))}): a new run with more --shards needs"
+                " less, but batch norm then normalizes smaller groups of images"
             ) from error
         if REFUSAL not in text:
             raise

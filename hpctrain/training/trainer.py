@@ -131,11 +131,12 @@ class Trainer:
                 message.scalar["weight"].add_(class_weights[batch.targets].sum())
             self.reduce.accumulate(batch.shard)
         message.set_flags(flags.stop, flags.preempted, flags.save)
-        message.set_seconds(clock.computed(), flags.waited)
+        clock.mark()
+        message.set_seconds(clock.compute, flags.waited)
 
         before_waiting()
         self.reduce()  # the one communication of a step
-        clock.reduced()
+        clock.mark()
 
         finite = message.finite(lasting=self.in_flight > 0)
         if class_weights is not None:
