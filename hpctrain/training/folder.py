@@ -246,6 +246,11 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         problems.insert(0, f"{wrong}: the record is cut off there")
     if checkpoint and (missing := history.missing_steps(checkpoint.step)):
         problems.append(f"the record has lost steps that were done: {missing}")
+    elif checkpoint and (
+        checkpoint.state["epoch"] > history.epochs
+        or checkpoint.state["validated"] > history.validated
+    ):
+        problems.append("the record has lost the last epoch or validation that was done")
     outcome = find_outcome(folder, history, is_over=True)
     unrecorded = outcome.status and history.facts and not history.outcome.status
     crash = outcome if unrecorded and not wrong else None

@@ -227,6 +227,16 @@ def test_a_damaged_record_costs_its_lines_only(settings, whole, bad):
     check_same(settings, whole, whole_record=False)
 
 
+def test_a_validation_that_the_record_lost_is_named(settings, whole):
+    """The checkpoint follows it, and it is not done again."""
+    assert launch(settings, epochs=1).code == 0
+    change_lines(settings, lambda lines: lines[: place_of(lines, "evaluation")])
+    assert launch(settings).code == 0
+    lost = "the record has lost the last epoch or validation that was done"
+    assert notes(settings) == [lost, "going on after step 7"]
+    check_same(settings, whole, whole_record=False)
+
+
 def test_steps_that_the_record_lost_are_named(settings, whole):
     """Cut shorter than the only checkpoint, and without a line in between: nothing else is lost."""
     assert launch(settings, leave=8, keep_checkpoints=1).step == 9
