@@ -282,9 +282,9 @@ def write_images(
                 name = source.names[changed[0]]
                 raise RunError(f"{name} was changed while it was packed: pack again")
             facts["encoding"] = {"name": "jpeg", "kept": kept, "encoded_anew": count - kept}
-        say_left_out(source, facts)
         how = ("crop" if fit.crop else "stretch") if jpeg else ""
         writer.finish(crc32, sums, source.classes, facts, how)
+    say_notes(source, config, facts)
 
 
 def provenance(
@@ -316,8 +316,14 @@ def provenance(
     }
 
 
-def say_left_out(source: Source, facts: Mapping[str, Any]) -> None:
-    """Print notes for the user on bad files and on equal files."""
+def say_notes(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> None:
+    """Print notes for the user on files that are left out, on the splits and on equal files."""
+    if source.outside:
+        note(f"left out, since outside of class folders: {counted(source.outside, 'file')}")
+    if "validation" not in facts["images"] and config.split == PackConfig.split:
+        splits = " and ".join(facts["images"])
+        need = "--final best and --patience need validation, too: --split 0.8,0.1,0.1"
+        note(f"the splits are {splits}; {need}")
     if bad := len(source.bad):
         note(f"{bad:,} of {bad + len(source.names):,} files left out, they cannot be read")
     for number in np.flatnonzero(np.bincount(source.duplicate_of) > 1)[:GROUPS_SHOWN]:

@@ -6,7 +6,7 @@ as a link in an archive, is listed like an image and found to be bad when it is 
 
 Classes and splits follow from the names of files alone: hidden files (``.name``, ``__MACOSX``) and
 a single top folder are skipped; every folder is a class, and the files in it at any depth are its
-images; if all folders have names of splits (ALIASES, in any case) and hold class folders, they are
+images; if all folders have names of splits (`split_number`) and hold class folders, they are
 the splits. Or a manifest says it, a CSV file with the columns ``path`` (relative to the source, or
 absolute for files of a folder), ``label``, and optionally ``split`` and ``group`` (images of one
 group, such as one patient, are never divided between splits).
@@ -18,6 +18,7 @@ import csv
 import errno
 import gzip
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -73,6 +74,7 @@ class Source:
     splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
     groups: np.ndarray  # (N,) int32: equal numbers within a group, or all NO_GROUP
     split_by: str  # origin of given splits: "folders" or "manifest"
+    outside: int = 0  # files outside of class folders
     name: str = ""
     kind: str = "folder"  # or "tar" or "zip"
     root: str = ""  # path of the folder or archive
@@ -248,6 +250,12 @@ def _zip_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
             yield m.filename, m.is_dir(), kind, m.header_offset, m.compress_size, m.CRC
 
 
+def split_number(name: str) -> int:
+    """Return the index in SPLITS of a name such as "val" or "testing_data", or NO_SPLIT."""
+    word = re.sub("[-_ ]?(data|set|split|images|imgs)$", "", name.lower())
+    return SPLIT_NUMBERS.get(word, NO_SPLIT)
+
+
 def hidden(path: str) -> bool:
     """Whether a file or folder is ignored."""
     return any(part.startswith(".") or part in HIDDEN_NAMES for part in path.split("/"))
@@ -270,11 +278,8 @@ def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str)
     for path in paths:
         if path[top:]:
             below.setdefault(path[top], set()).update(path[top + 1 : top + 2])
-    splits = {
-        name: SPLIT_NUMBERS[name.lower()]
-        for name in below
-        if below[name] and name.lower() in SPLIT_NUMBERS
-    }
+    splits = {name: split_number(name) for name in below if below[name]}
+    splits = {name: number for name, number in splits.items() if number != NO_SPLIT}
     is_split = len(splits) == len(below) and 0 in splits.values()
     alike = any(below.values()) and len({frozenset(names) for names in below.values()}) == 1
     if not below or (not is_split and len(below) > 1 and (splits or alike)):
@@ -297,8 +302,9 @@ def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str)
     counts = np.bincount(labels[given <= 0], minlength=len(classes))
     if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
         raise UsageError(f"class folders of {where} hold no file to train on: {listed(empty)}")
-    no_groups = np.full(len(names), NO_GROUP, np.int32)
-    return Source(names, tuple(classes), labels.copy(), given.astype(np.int8), no_groups, "folders")
+    no_groups, outside = np.full(len(names), NO_GROUP, np.int32), len(files) - len(names)
+    given = given.astype(np.int8)
+    return Source(names, tuple(classes), labels.copy(), given, no_groups, "folders", outside)
 
 
 def read_manifest(path: str) -> Source:
@@ -323,11 +329,8 @@ def read_manifest(path: str) -> Source:
             for row in rows:
                 cells = {name: (row.get(name) or "").strip() for name in COLUMNS}
                 image, where = normpath(cells["path"]), f"{path}: line {rows.line_num}"
-                split, group = (
-                    cells["split"],
-                    sys.intern(cells["group"]),
-                )  # equal ones are one object
-                number = SPLIT_NUMBERS.get(split.lower(), NO_SPLIT)
+                split, group = cells["split"], sys.intern(cells["group"])  # equal ones are one
+                number = split_number(split)
                 if any(row.get(None, ())):
                     raise UsageError(f"{where} has more cells than the header")
                 if empty := [name for name in needed if not cells[name]]:

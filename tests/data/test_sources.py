@@ -95,7 +95,8 @@ def test_every_folder_is_a_class_with_all_files_below_it(tmp_path, case):
     "names",
     [
         ("Train", "val", "test"),
-        ("training", "validation", "TESTING"),
+        ("training_data", "validation", "testing_data"),
+        ("train-set", "dev", "TESTING"),
         ("train", "valid", "Test"),
     ],
 )
@@ -141,7 +142,7 @@ def test_sources_without_classes_are_refused(tmp_path, refusal):
     assert "a.npz" in refusal(tmp_path / "a.npz")
 
 
-def test_links_of_a_folder_are_followed_but_loops_are_not(tmp_path):
+def test_links_of_a_folder_are_followed_but_loops_are_not(tmp_path, capfd):
     names = ["a/0.png", "a/1.png", "b/2.png"]
     root = tree(tmp_path / "images", names)
     (tmp_path / "elsewhere").mkdir()
@@ -149,10 +150,12 @@ def test_links_of_a_folder_are_followed_but_loops_are_not(tmp_path):
     (root / "c").symlink_to(tmp_path / "elsewhere")
     (root / "a" / "loop").symlink_to(root / "a")
     (root / "a" / "broken.png").symlink_to(root / "none")
+    (root / "beside.png").write_bytes(encode(picture(8)))
     os.mkfifo(root / "a" / "pipe.png")  # nobody writes to it
     path = make_pack(root, tmp_path / "a.h5", split="1", skip_bad=True)
     assert {n: of[1] for n, of in placed(path).items()} == {0: "a", 1: "a", 2: "b", 9: "c"}
     assert skipped(path) == ["a/broken.png", "a/pipe.png"]
+    assert "outside of class folders: 1 file\n" in capfd.readouterr().err
 
 
 ARCHIVES = {
