@@ -44,6 +44,7 @@ ALIASES = {  # common names of splits
     "test": ("test", "testing"),
 }
 SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
+HASHED = 1 << 20  # checksums that are read at a time
 LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) or (N, H, W)
     "NHWC": (0, 1, 2, 3),
     "NCHW": (0, 2, 3, 1),
@@ -152,7 +153,8 @@ def make_uuid(facts: Mapping[str, Any], checksums: Mapping[str, np.ndarray | h5p
     digest = hashlib.sha256(json.dumps([FORMAT, VERSION, dict(facts)], sort_keys=True).encode())
     for name, values in checksums.items():
         digest.update(json.dumps(name).encode())
-        digest.update(np.ascontiguousarray(values[:], "<u4").data)
+        for start in range(0, len(values), HASHED):
+            digest.update(np.ascontiguousarray(values[start : start + HASHED], "<u4").data)
     return str(uuid.UUID(bytes=digest.digest()[:16]))
 
 
