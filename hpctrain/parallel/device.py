@@ -207,6 +207,7 @@ NO_MEMORY = re.compile("can't allocate memory|out of memory")  # words of torch,
 REFUSAL = "does not have a deterministic implementation"  # torch's words
 
 
+@functools.cache
 def processor_name() -> str:
     """Return the processor's name, family and model: "AMD EPYC 9654 96-Core Processor (25.17)"."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
