@@ -31,6 +31,7 @@ from hpctrain.files import write_at
 from hpctrain.packing.sources import Slice, read_files
 from hpctrain.watchdog import doing
 
+ENDS = {signal.SIGINT, signal.SIGTERM}  # what ends pack
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of each worker
 AHEAD = 3  # tasks per worker that are submitted ahead
 
@@ -141,11 +142,11 @@ def start_workers(jobs: int) -> Iterator[Run]:
         def begin(task: tuple[Any, ...]) -> tuple[Callable[[], Any], int]:
             if not pool:
                 return partial(function, *task), len(task[0])
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:  # a worker that this starts inherits the mask: Ctrl-C waits for _begin
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+            try:  # a worker that this starts inherits the mask: signals wait for _begin
                 return pool.submit(function, *task).result, len(task[0])
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
 
         begun, done, console = map(begin, tasks), 0, Console(stderr=True)
         waiting = deque(islice(begun, AHEAD * jobs))
@@ -174,5 +175,5 @@ def _begin(parent: int) -> None:
     """Initialise a worker process."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even within a decoder
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     warnings.simplefilter("ignore")

@@ -297,7 +297,8 @@ Image.open = changed
 """
 CRASH = OPENED.format(change="if image.size == (13, 12): os.kill(os.getpid(), 11)")
 HANG = OPENED.format(
-    change="open(os.environ['HPCTRAIN_TEST'] + '/begun', 'w').close(); import time; time.sleep(999)"
+    change="open(f\"{os.environ['HPCTRAIN_TEST']}/begun.{os.getpid()}\", 'w').close(); import time; "
+    "time.sleep(999)"
 )
 
 
@@ -328,7 +329,7 @@ def test_packing_that_is_killed_leaves_no_pack_and_no_process(tmp_path, monkeypa
     output.parent.mkdir()
     words = command_words(root, output, jobs=2, size="500x500", channels=3)
     packing = Job([sys.executable, "-m", "hpctrain", *words], {"HPCTRAIN_TEST": str(tmp_path)})
-    wait_for((tmp_path / "begun").exists)
+    wait_for(lambda: len([*tmp_path.glob("begun.*")]) == 2)
     os.killpg(packing.pid, number) if number == signal.SIGINT else packing.send_signal(number)
     said = packing.communicate(timeout=90)[1]
     assert packing.returncode not in (0, 2) and "Traceback" not in said
