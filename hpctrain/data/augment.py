@@ -1,9 +1,8 @@
 """Turn a batch of bytes into the network's input: random flips and shifts, scaling.
 
-Images are augmented as bytes (n, H, W, C), before scaling. This takes a quarter of the memory
-traffic, and the border that a shift exposes is black whatever the scaling. All images of a batch
-are processed at once. Random numbers depend on the key of the batch alone, so the images do not
-depend on the number of ranks. They are drawn on the CPU, so they are equal on every device.
+Images are augmented as bytes (n, H, W, C), a whole batch at once, before scaling: a quarter of the
+memory traffic, and a border that is black whatever the scaling. Random numbers depend on the key of
+the batch alone and are drawn on the CPU, so they are equal on any ranks and devices.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
     """Flip and shift images (n, H, W, C) uint8 at random.
 
     Each image is flipped left to right with probability 1/2, then shifted by -shift to +shift
-    pixels, uniform and independent in x and y. The result has the same shape and device. Without
-    flip and shift, the images themselves are returned and no number is drawn.
+    pixels, uniform and independent in x and y. Without flip and shift, the images themselves are
+    returned and no number is drawn.
     """
     rows, (flip, shift) = len(images), augmentation
     if rows == 0 or not (flip or shift):
@@ -51,8 +50,7 @@ def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
     """Return a copy with image i shifted by down[i] and right[i], at most `shift`, over black.
 
     Each image is padded with a black border. A row of a shifted image is then a run of W * C bytes
-    of the padded one. All such runs are the rows of one overlapping view, indexed by the pixel at
-    which they start.
+    of the padded one, which is a row of one overlapping view.
     """
     n, height, width, channels = images.shape
     tall, wide = height + 2 * shift, width + 2 * shift

@@ -1,13 +1,12 @@
 """The digits: synthetic images of 0-9, white on black, 28 x 28 pixels, 1,000 images per class.
 
-Each image is one glyph of ``glyphs.py`` (its strokes in a style), bent, slanted, stretched,
-scaled, rotated by up to 45 degrees either way and shifted. It is drawn with round strokes of
-random width, from the distance of each pixel to the nearest segment, with a little noise.
+Each image is one glyph of ``glyphs.py`` (its strokes in a style), bent, slanted, stretched, scaled,
+rotated by up to 45 degrees either way, shifted and drawn with round strokes of random width, with a
+little noise.
 
-The bytes are equal on every machine and with every NumPy: random numbers are raw PCG64 output
-(which NumPy guarantees to be stable), sines come from a table rounded far more coarsely than
-mathematical libraries differ, and everything after that is elementwise +, -, *, /, square root,
-minimum and comparison, which IEEE 754 defines to the last bit; no sum has an unspecified order.
+The bytes are equal on every machine and with every NumPy: random numbers are raw PCG64 output,
+sines come from a table rounded far more coarsely than mathematical libraries differ, and all else
+is elementwise arithmetic that IEEE 754 defines to the last bit, without sums in unspecified order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Divide samples into splits and shuffle them: pure arithmetic, from a seed.
 
 Splits are stratified: each class is divided by the shares with the largest remainder method, so its
-counts are exact. Random orders are made by `random_order`, so equal seeds give equal splits with
-any NumPy.
+counts are exact.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 What HDF5 would read as zeros is refused: bytes beyond the end of the file, chunks that were never
 written, and virtual or external data whose sources are missing, short or not mapped.
 
-A file that is not a pack is read in place. It has samples but no splits, which are drawn from a
-seed; a split is a list of rows, and nothing is copied. If samples can be read one by one, each
-class is divided by the shares and every split is shuffled, so the file may be ordered by class. If
-samples should be read in long blocks (chunks, or --shuffle blocks), whole blocks are drawn, and a
+A file that is not a pack is read in place. Its splits are drawn from a seed as lists of rows. If
+samples can be read one by one, each class is divided by the shares and every split is shuffled. If
+they should be read in long blocks (chunks, or --shuffle blocks), whole blocks are drawn, and a
 split has its blocks in random order. Rank 0 does all of this. The other ranks receive the rows and
 labels of all splits with the ``Pack``: for less than 256 classes and 2^32 images, 5 bytes of each.
 """
@@ -169,9 +168,8 @@ class Rows:
     """The rows of a dataset that is not stored in one piece, read by h5py. Thread-safe.
 
     HDF5 caches the chunks that were read last, because the next call often continues within one.
-    It returns zeros for bytes missing at the end of a file, and remembers where chunks were, so the
-    file must not change while it is read. (Sources of a virtual dataset and raw files are compared
-    when it is opened, and not again.)
+    The file must not change while it is read: HDF5 returns zeros for bytes that are missing.
+    (Sources of virtual datasets and raw files are compared when it is opened, and not again.)
     """
 
     def __init__(self, path: str, stored: Stored, sizes: dict[str, int]) -> None:
@@ -374,9 +372,8 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
 def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: int) -> np.ndarray:
     """Divide whole blocks by the shares; return the split (N,) of each sample.
 
-    Blocks are sorted by the class of their middle sample, in random order within a class. The
-    splits take blocks in turn, in proportion to their shares, so each split gets its share of every
-    class even if the file is ordered by class.
+    Blocks are sorted by the class of their middle sample, in random order within a class, and the
+    splits take them in turn: each gets its share of every class, even in a file ordered by class.
     """
     blocks = -(-len(labels) // block_rows)
     order = shuffled(np.arange(blocks), seed, "pack split")
@@ -390,10 +387,10 @@ def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: in
 
 
 def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -> np.ndarray:
-    """Shuffle the ascending rows (n,) of a split: its blocks, or its samples if that is 0.
+    """Shuffle the ascending rows (n,) of a split: its blocks, a short one last, or its samples.
 
-    The blocks of `orders.BlockOrder`, counted from the first sample of the split, are then blocks
-    of the file: a short one comes last.
+    `orders.BlockOrder` counts blocks from the first sample of the split: they are those of the
+    file.
     """
     if not block_rows:
         return shuffled(rows, seed, "pack order", split)

@@ -1,9 +1,8 @@
 """Decode image files to (H, W, C) uint8: any file that is packed, and JPEG files of packs.
 
-1. Decode with Pillow: only formats that are decoded in this process (not EPS, which starts a
-   program), and only the first of several frames. A JPEG much larger than requested is decoded at
-   1/2, 1/4 or 1/8 scale, never below twice the requested size: on 12 megapixels this is three times
-   as fast, and differs from full decoding by 0.4 gray levels on average, by 4 at most.
+1. Decode the first frame with Pillow, in this process (not EPS, which starts a program). A JPEG
+   much larger than requested is decoded at 1/2, 1/4 or 1/8 scale, never below twice the requested
+   size: on 12 megapixels three times as fast, and 0.4 gray levels off on average, 4 at most.
 2. Convert to gray or RGB: palettes and CMYK become RGB (a palette of grays becomes gray), 16-bit
    gray is scaled by 1/257, and transparent pixels are blended over black.
 3. Resize with a bilinear filter that is widened when shrinking (no aliasing): stretch the whole
@@ -13,9 +12,8 @@
 
 A pack of JPEG files gives exactly the pixels that a pack of pixels would hold. Random crops of them
 are those of Szegedy et al. 2015 (arXiv:1409.4842), drawn as by torchvision's RandomResizedCrop: the
-area is uniform between the smallest and the whole, the ratio of width to height log-uniform between
-3/4 and 4/3. If ten such crops do not fit into the image, the largest centred crop within these
-ratios is used. A crop, too, is decoded at a smaller scale if it keeps twice the requested size.
+area is uniform, the ratio of width to height log-uniform between 3/4 and 4/3. If ten such crops do
+not fit into the image, the largest centred crop within these ratios is used.
 """
 
 from __future__ import annotations

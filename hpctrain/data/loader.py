@@ -113,11 +113,11 @@ class Prefetcher(Iterator[Made]):
     """Iterate over `make(item)` for each item, computed in order by a thread, `count` items ahead.
 
     If the next result is ready, the thread first leaves the interpreter to the consumer for
-    `head_start` seconds, so that work for a later step does not delay the kernels of the current
-    one. An error is raised in place of the result of its item, and ends the iteration.
+    `head_start` seconds, so that later work does not delay the kernels of the current step. An
+    error is raised in place of the result of its item, and ends the iteration.
 
-    This is not a generator, because Python closes those at any place where it collects garbage. To
-    wait for a thread there can deadlock, for example inside ``Thread.start``.
+    This is not a generator: Python closes those wherever it collects garbage, and to wait for a
+    thread there can deadlock, for example inside ``Thread.start``.
     """
 
     def __init__(
@@ -178,8 +178,7 @@ class Loader:
 
     If all that the shards may read fit into the read buffer, they are read once and kept. Otherwise
     a `BlockOrder` reads windows: the next window of every shard is read while the current one is
-    used, also across the end of an epoch. Other orders, and random crops, which differ in every
-    epoch, read each sample when it is needed.
+    used. Other orders, and random crops, read each sample when it is needed.
     """
 
     def __init__(
@@ -227,9 +226,9 @@ class Loader:
         """Yield the steps of an epoch from `first_step` on: each is a batch per shard with samples.
 
         Samples of a step that are corrupt or not finite are described in `bad` before it is
-        yielded; without it, RunError is raised. Other errors of the reading thread (such as a
-        truncated file) are raised here. At the end of an epoch the thread continues with the next
-        one, if any; if the iterator is closed early, the thread ends.
+        yielded; without it, RunError is raised. Other errors of the reading thread are raised here.
+        At the end of an epoch the thread continues with the next one; if the iterator is closed
+        early, it ends.
         """
         if self._prefetch is None or self._following != (epoch, first_step):
             self._end_prefetch()

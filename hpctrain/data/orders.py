@@ -3,23 +3,19 @@
     partition   every shard reads its own samples, in a new order every epoch
     global      all samples are reassigned to the shards every epoch
     blocks      every shard reads blocks of consecutive samples of its partition, in a new order
-                every epoch, and shuffles the samples within a window of a few blocks; disks and
-                parallel file systems read blocks fast
+                every epoch, and shuffles the samples within a window of a few blocks
 
 With ``--balanced-sampling``, the positions of an epoch of partition or global are dealt to the
-classes in turn, in random order, so their numbers differ by at most one. The positions of a class
-go through its samples in an order that is new in every epoch, as often as needed: samples of a rare
-class repeat, and those of a frequent class are partly left out.
+classes in turn, in random order. Those of a class go through its samples in an order that is new in
+every epoch, as often as needed.
 
-The samples of a pack were shuffled when it was made, and those of an external file, or its blocks,
-when its splits were drawn; so a partition holds all classes.
+Packs are shuffled when they are made, and external files, or their blocks, when splits are drawn,
+so a partition holds all classes.
 
-Any part of a permutation can be computed without the rest. Small permutations are drawn and kept.
-Larger ones are computed on demand, without storing them: a Feistel network (Luby and Rackoff 1988)
-is a bijection on the numbers with an even count of bits, and cycle walking, which applies it until
-the result is below n (Black and Rogaway 2002), makes it a permutation of 0 ... n-1. Both kinds use
-raw bits alone, so equal keys give equal orders with every NumPy: NumPy guarantees a stable raw
-output of PCG64 for a seed, but not of `Generator.permutation` (NEP 19).
+Any part of a permutation can be computed without the rest. Small permutations are drawn and kept. A
+larger one is a Feistel network (Luby and Rackoff 1988), a bijection on the numbers with an even
+count of bits, with cycle walking (Black and Rogaway 2002) to 0 ... n-1. Both kinds use raw output
+of PCG64, which is stable in every NumPy; `Generator.permutation` is not (NEP 19).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ split is a group of contiguous datasets:
     crc32       (N,) uint32: zlib.crc32(image, label), of the image's bytes, seeded by its label
     names, name_offsets   likewise uint8 and int64: where each sample comes from, if it is kept
 
-``read_pack`` checks with HDF5 everything that reading by offset relies on, on rank 0 alone. The
-result is small and picklable; with it ``Split`` reads without HDF5.
+``read_pack`` checks on rank 0 everything that reading by offset relies on. Its result is small and
+picklable; with it ``Split`` reads without HDF5.
 """
 
 from __future__ import annotations

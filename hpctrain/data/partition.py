@@ -8,12 +8,10 @@ j has
     n_j = (T - 1) b_j + r_j,    r_j = floor(R c_{j+1} / B) - floor(R c_j / B)
 
 samples, with c_j = b_0 + ... + b_{j-1}. As r_j <= b_j, all shards finish in the same step, and
-every sample is read exactly once per epoch. Partitions are contiguous ranges of samples;
-``orders.py`` defines the order in which they are read.
+every sample is read exactly once per epoch. Partitions are contiguous ranges of samples.
 
 A rank carries a contiguous run of shards, which are logical workers, and processes them one after
-another: more shards than ranks means gradient accumulation. Data, their order and random numbers
-depend on the shard.
+another: more shards than ranks means gradient accumulation.
 """
 
 from __future__ import annotations
@@ -41,10 +39,9 @@ def cut_last_step(
 ) -> tuple[int, ...] | None:
     """Divide the samples of the last step among shards with even `shares`.
 
-    Each shard gets none or at least `min_samples`. If a division in proportion to the shares does
-    not allow it, the samples are divided evenly among as few shards as can hold them; more shards
-    would have fewer samples each. Returns None if even that fails. `min_samples` is 2 if a layer
-    normalises one value per image and channel, which is impossible for a single image.
+    Each shard gets none or at least `min_samples`, which is 2 if a layer normalises one value per
+    image and channel. If a division in proportion to the shares does not allow it, the samples are
+    divided evenly among as few shards as can hold them. Returns None if even that fails.
     """
     sums = [*accumulate(shares, initial=0)]
     cut = tuple(samples * b // sums[-1] - samples * a // sums[-1] for a, b in pairwise(sums))
@@ -114,9 +111,9 @@ def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) 
 def random_key(*parts: int | str) -> int:
     """Hash (BLAKE2b) the purpose of random numbers to a 63-bit key: seed, epoch, step, shard, ...
 
-    Keys are hashes, not sums: with sums, (seed 1, epoch 0) and (seed 0, epoch 1) would draw the
-    same numbers. A key depends on nothing else. So no generator state has to be saved, and the
-    numbers do not depend on the number of ranks.
+    Not a sum: (seed 1, epoch 0) and (seed 0, epoch 1) would draw the same numbers. As a key depends
+    on nothing else, no generator state is saved, and the numbers do not depend on the number of
+    ranks.
     """
     text = "|".join(f"{type(part).__name__}:{part!r}" for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -127,9 +124,8 @@ def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[r
     """Assign a run of at least one shard to each of `size` ranks, in proportion to its load.
 
     `loads` are positive numbers, one per rank; without them all are equal. Every shard goes to the
-    rank that would finish first with it (so that the slowest rank finishes as early as possible),
-    in a tie to the first. Raises UsageError for more ranks than shards, since a rank without work
-    would only wait, and for loads that are not one per rank.
+    rank that would finish first with it, in a tie to the first. Raises UsageError for more ranks
+    than shards, and for loads that are not one per rank.
     """
     if size > shards:
         fewer = f"start at most {shards}, or a new run with --shards {size}"

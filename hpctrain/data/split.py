@@ -6,12 +6,9 @@
     external HDF5 file, contiguous   raw     offset + rows[i] * image bytes
     external HDF5 file, otherwise    h5py    row rows[i] (``external.py``)
 
-So a contiguous dataset of any HDF5 file is read like a pack: at an offset, by preadv(2), without
-HDF5. This holds neither the library's lock nor the interpreter's, takes 1 to 2 microseconds per
-sample instead of 30, and reports a truncated file as an error instead of a signal.
-
-The path of a batch is pack (file and offsets) -> split -> order (``orders.py``: order of the
-samples) -> loader (``loader.py``: prefetching, augmentation) -> device (``streams.py``).
+A contiguous dataset is read at offsets, by preadv(2), without HDF5: this holds neither the
+library's lock nor the interpreter's, takes 1 to 2 microseconds per sample instead of 30, and
+reports a truncated file as an error instead of a signal.
 """
 
 from __future__ import annotations
@@ -88,8 +85,7 @@ class File:
         """Read rows `indices` (n,) of the array at byte `offset` into n equal parts of `out`.
 
         Rows are read in file order; a run of consecutive ones by one preadv. With `ahead`, the
-        kernel is asked for all of them first, so that a disk serves many requests at a time. Raises
-        RunError.
+        kernel is asked for all of them first. Raises RunError.
         """
         if len(indices) == 0:
             return
@@ -274,8 +270,8 @@ class Split:
     def source_of(self, index: int) -> str:
         """Return where a sample came from, or "" if that is not known.
 
-        In a pack that is the name of a file, relative to the source that was packed; of an external
-        file it is the dataset and the row, such as "/x[5]".
+        This is the name of a packed file, relative to its source, or a dataset and its row:
+        "/x[5]".
         """
         if self.info.rows is not None:
             return f"{self.info.images.dataset}[{self.info.rows[index]}]"
@@ -305,10 +301,7 @@ class Split:
         self.close()
 
     def read_probe(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return some rows of an external file (n,), evenly spread, and their images (n, H, W, C).
-
-        The file is recognised by the CRC-32 of these images.
-        """
+        """Return some rows of an external file (n,), evenly spread, and their images."""
         last = self.info.images.shape[0] - 1
         rows = np.unique(np.arange(PROBED) * last // (PROBED - 1))
         images = np.empty((len(rows), *self.image_shape), self.dtype)

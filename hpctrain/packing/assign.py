@@ -1,11 +1,10 @@
 """Assign images to splits and shuffle them, before any is decoded.
 
 Splits are stratified (``data/draws.py``). Equal files stay together: they are placed first, in
-train while there is room, and the remaining images then fill every split to its count. Groups of a
-manifest are placed in order of size, the largest first, each in the split that most lacks the
-group's classes, so counts are only as exact as the groups allow. Splits given by the source are
-kept; copies in an earlier split (train before validation before test) are left out, so that no test
-image is trained on.
+train while there is room. Groups of a manifest are placed in order of size, the largest first, each
+in the split that most lacks the group's classes, so counts are only as exact as the groups allow.
+Splits given by the source are kept; copies in an earlier split (train before validation before
+test) are left out, so that no test image is trained on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Find the pack that ``--data`` names; built-in sets are made when first used.
 
-Two processes may make the same set at the same time: each writes equal bytes to a temporary file
-and renames it, so both succeed.
+Two processes may make the same set at the same time: each renames a file of equal bytes.
 
 The flowers are 3,670 JPEG photographs in five classes, downloaded once. The SHA-256 is the one that
 TensorFlow Datasets publishes for them (tf_flowers, checksums.tsv).
