@@ -19,6 +19,7 @@ from typing import BinaryIO, TextIO
 
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
+from hpctrain.text import bytes_text
 
 
 def temporary_name(path: Path) -> Path:
@@ -55,7 +56,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def check_room(folder: Path, needed: int, what: str) -> None:
     """Raise RunError if fewer than `needed` bytes, which `what` needs, are free in the folder."""
     if needed > (free := shutil.disk_usage(folder).free):
-        has, needs = f"{free / 2**20:,.0f} MiB", f"{needed / 2**20:,.0f} MiB"
+        has, needs = bytes_text(free), bytes_text(needed)
         raise RunError(f"{folder} has {has} free, {what} needs {needs} there")
 
 

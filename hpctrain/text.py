@@ -69,6 +69,48 @@ def min_to_max(numbers: Iterable[int]) -> str:
     return " to ".join(f"{number:,}" for number in sorted({min(distinct), max(distinct)}))
 
 
+def short_number(number: float | None) -> str:
+    """Format a loss or an accuracy with four decimals, or as "1.23e-05"; empty for None."""
+    if number is None:
+        return ""
+    small_or_large = number != 0 and not 1e-3 <= abs(number) < 1e5
+    return f"{number:.2e}" if small_or_large else f"{number:.4f}"
+
+
+def rate(number: float) -> str:
+    """Format a measured number with at least three digits: "4,812", "48.1", "4.81"."""
+    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
+
+
+def percent(share: float) -> str:
+    """Format a share as "40 %", rounded down: "100 %" only if it is complete."""
+    return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
+
+
+def bytes_text(size: float) -> str:
+    """Format bytes: "4 B", "1.5 MiB", "64 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:,.{0 if size >= 10 or size == int(size) else 1}f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as "0:34" or "1:02:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def rough_duration(seconds: float) -> str:
+    """Format seconds in their largest unit: "45 s", "3 min", "2 h", "5 days"."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def brief(value: object, most: int = 160) -> str:
     """Shorten a text to one line of at most `most` characters.
 

@@ -23,7 +23,6 @@ from hpctrain.doctor.findings import (
     MIB,
     VERDICTS,
     Finding,
-    bytes_text,
     findings,
     hosts,
     judge,
@@ -32,7 +31,7 @@ from hpctrain.doctor.findings import (
 from hpctrain.doctor.machine import RankFacts, collect
 from hpctrain.errors import UsageError, first_line
 from hpctrain.report.console import make_console, styled
-from hpctrain.text import counted, discard_stdout
+from hpctrain.text import bytes_text, counted, discard_stdout
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
 SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in s, of 1 MiB or more in bytes/s

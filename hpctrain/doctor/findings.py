@@ -39,15 +39,6 @@ def judge(name: str, found: str, *cases: tuple[object, str, str]) -> Finding:
     return Finding(name, found, *verdict)
 
 
-def bytes_text(size: float) -> str:
-    """Format bytes: "4 B", "64 MiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < KIB:
-            return f"{size:,.0f} {unit}"
-        size /= KIB
-    return f"{size:,.0f} GiB"
-
-
 def hosts(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
     """Group ranks by host; hosts are in the order of their first ranks."""
     names = dict.fromkeys(rank.host for rank in ranks)

@@ -46,7 +46,7 @@ from hpctrain.packing.sources import Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
 from hpctrain.report.console import make_console
-from hpctrain.text import counted, say
+from hpctrain.text import bytes_text, counted, say
 
 ARCHIVE = r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$"
 FLOWERS_SIZE = "100x100"
@@ -353,4 +353,4 @@ def print_table(pack: Pack) -> None:
     make_console().print(table)
     height, width, channels = pack.image_shape
     say(f"images  {width} x {height} pixels, {counted(channels, 'channel')}")
-    say(f"file    {pack.path}, {pack.sizes[pack.path] / 2**20:,.1f} MiB")
+    say(f"file    {pack.path}, {bytes_text(pack.sizes[pack.path])}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.report.step_stats import whole_percents
-from hpctrain.text import counted, discard_stdout, say
+from hpctrain.text import counted, discard_stdout, duration, percent, rate, say, short_number
 
 if TYPE_CHECKING:
     from hpctrain.report.console import Bar
@@ -129,9 +129,9 @@ class Display:
         step = latest.get("step", 0)
         share = min(step / total, 1.0) if total else 0.0
         parts = [
-            f"{int(100 * share):3d} %" if total else "",
+            f"{percent(share):>5}" if total else "",
             f"step {step:,} of {total:,}" if total else f"step {step:,}",
-            self._phase or (f"{duration(self._left())} left" if self._left() is not None else ""),
+            self._phase or ("" if (left := self._left()) is None else f"{duration(left)} left"),
             counted(facts["ranks"], "rank") if "ranks" in facts else "",
         ]
         below = figures({**latest, "images_per_second": self._speed}) if latest else "starting"
@@ -269,27 +269,5 @@ def figures(record: Record) -> str:
     return _joined(columns, "  ")
 
 
-def duration(seconds: float | None) -> str:
-    """Format seconds as "0:34" or "1:02:03"; "?" for None."""
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def _joined(parts: Sequence[Any], separator: str = ", ") -> str:
     return separator.join(str(part) for part in parts if part)
-
-
-def short_number(number: float | None, missing: str = "?") -> str:
-    """Format with four decimals; very small or large numbers as "1.23e-05", None as `missing`."""
-    if number is None:
-        return missing
-    small_or_large = number != 0 and not 1e-3 <= abs(number) < 1e5
-    return f"{number:.2e}" if small_or_large else f"{number:.4f}"
-
-
-def rate(number: float) -> str:
-    """Format a number of images per second, with one decimal below 100."""
-    return f"{number:,.{0 if number >= 100 else 1}f}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from hpctrain.report.history import RunHistory
-from hpctrain.report.progress import duration, rate, short_number
+from hpctrain.text import duration, percent, rate, short_number
 from hpctrain.watch.runs import Summary, clean
 
 Values = Sequence[tuple[float, float]]  # (step, value), in order of steps
@@ -199,15 +199,10 @@ def cells(run: Summary) -> tuple[str, ...]:
         f"{run['epoch']}{epochs}" if run["epoch"] else "",
         percent(run["share"]) if run["share"] is not None else "",
         duration(run["seconds_left"]) if run["seconds_left"] is not None else "",
-        short_number(run["loss"], ""),
-        short_number(run["accuracy"], ""),
+        short_number(run["loss"]),
+        short_number(run["accuracy"]),
         _rate(run),
     )
-
-
-def percent(share: float) -> str:
-    """Format a share as "40 %", rounded down: "100 %" only if it is complete."""
-    return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
 
 
 def _loss_accuracy(values: dict[str, Any]) -> str:

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SETTINGS_FILE, distinct_names, find_runs, propose_run
 from hpctrain.report.history import Outcome, RunHistory, find_outcome, number, time_of
-from hpctrain.report.progress import duration
 from hpctrain.report.record import HistoryReader
 from hpctrain.report.step_stats import whole_percents
 from hpctrain.stop import ask
-from hpctrain.text import counted, printable
+from hpctrain.text import counted, duration, printable, rough_duration
 from hpctrain.training.control import STOP_FILE
 from hpctrain.watchdog import BEAT_EVERY, HEARTBEATS, is_gone, read_beat
 
@@ -79,14 +78,6 @@ def _beat_interval(history: RunHistory) -> float:
     return max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
 
 
-def rough(seconds: float) -> str:
-    """Format seconds roughly: "45 s", "3 min", "2 h", "5 days"."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 class WatchedRun:
     """One run: its history and its status."""
 
@@ -137,11 +128,13 @@ class WatchedRun:
             return ended(outcome)
         if beat and beaten < GRACE + OVERDUE * _beat_interval(history):
             if record > overdue and beat.doing.startswith(IN_STEP):
-                return Status("silent", f"silent for {rough(record)}, rank 0 is in: {beat.doing}")
+                return Status(
+                    "silent", f"silent for {rough_duration(record)}, rank 0 is in: {beat.doing}"
+                )
             words = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
             words = words if record > overdue or (testing and "evaluation" in beat.doing) else ""
         elif record > overdue:
-            return Status("silent", f"silent for {rough(record)}")
+            return Status("silent", f"silent for {rough_duration(record)}")
         else:
             words = ""
         if (self.folder / STOP_FILE).is_file():

@@ -130,7 +130,7 @@ def test_what_cannot_be_staged_is_refused(settings, tmp_path):
         stage=str(local),
         first=lambda patch: patch.setattr("shutil.disk_usage", lambda path: Usage(1, 1, 0)),
     )
-    assert full.code == 1 and "0 MiB free, the host's part of the pack needs" in full.error
+    assert full.code == 1 and "0 B free, the host's part of the pack needs" in full.error
     (tmp_path / "file").touch()
     for place in ("file", "file/x"):
         refused = launch(settings, stage=str(tmp_path / place))
