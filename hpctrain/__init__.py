@@ -24,7 +24,7 @@ from __future__ import annotations
 from importlib import import_module
 
 _NAMES = {  # of the public API, by module
-    "api": ("History", "evaluate", "history", "train"),
+    "api": ("evaluate", "history", "train"),
     "config": ("Config",),
     "data.loader": ("Loader", "ReadOptions", "make_prepare", "read_samples"),
     "data.orders": ("Order",),
@@ -40,6 +40,7 @@ _NAMES = {  # of the public API, by module
     "parallel.message": ("Message",),
     "parallel.mpi": ("start_mpi",),
     "parallel.overlap": ("choose_reduce",),
+    "report.history": ("History",),
     "training.train": ("TrainingResult",),
 }
 __version__ = "0.1.0"
@@ -47,7 +48,6 @@ __all__ = sorted(name for names in _NAMES.values() for name in names)
 
 TYPE_CHECKING = False  # type checkers take it as true; importing typing takes 20 modules
 if TYPE_CHECKING:  # "as" exports a name
-    from hpctrain.api import History as History
     from hpctrain.api import evaluate as evaluate
     from hpctrain.api import history as history
     from hpctrain.api import train as train
@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # "as" exports a name
     from hpctrain.parallel.message import Message as Message
     from hpctrain.parallel.mpi import start_mpi as start_mpi
     from hpctrain.parallel.overlap import choose_reduce as choose_reduce
+    from hpctrain.report.history import History as History
     from hpctrain.training.train import TrainingResult as TrainingResult
 else:  # to a type checker, every name would be known
 

@@ -12,17 +12,15 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.cluster import launched_rank, launched_size, signals_caught
 from hpctrain.config import Config, EvaluateConfig, check_settings, duration, read_table
 from hpctrain.config.imports import as_setting
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
-from hpctrain.report.record import read_records
-from hpctrain.text import brief, counted
+from hpctrain.report.history import History
+from hpctrain.text import brief
 from hpctrain.watchdog import Watchdog, doing
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from hpctrain.training.train import TrainingResult
 
 Settings = TypeVar("Settings", Config, EvaluateConfig)
-Table = dict[str, np.ndarray]  # columns of equal length, by name
 
 
 def train(
@@ -127,24 +124,6 @@ def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
             comm.Free()
 
 
-class History(NamedTuple):
-    """The record of a run as tables: columns by name, which pandas.DataFrame takes as they are.
-
-    A number that was not recorded or not finite is NaN. ``time`` is UTC. Fields of several parts
-    have a column for each, such as ``seconds_compute``.
-    """
-
-    steps: Table
-    epochs: Table
-    evaluations: Table  # of all splits, see the column ``split``
-
-    def __repr__(self) -> str:
-        """Return the columns and the number of rows of each table; the tables are long."""
-        rows = [len(next(iter(table.values()), ())) for table in self]
-        each = zip(self._fields, rows, self, strict=True)
-        return "\n".join(f"{name}: {counted(n, 'row')} of {', '.join(t)}" for name, n, t in each)
-
-
 def history(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> History:
     """Read the record of a run, also while it trains. `run` is its name or its folder.
 
@@ -153,28 +132,4 @@ def history(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "run
     folder = find_run_or_sweep(os.fspath(run), os.fspath(runs_dir))
     if (folder / SWEEP_FILE).is_file():
         raise UsageError(f"{folder} is a sweep: name one of its runs")
-    kinds: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": [], "evaluation": []}
-    for record in read_records(folder):
-        parts: dict[str, Any] = {}
-        for name, value in record.items():
-            if isinstance(value, dict):
-                parts |= {f"{name}_{part}": each for part, each in value.items()}
-            elif name not in ("kind", "nonfinite"):
-                parts[name] = value
-        if record["kind"] in kinds:
-            kinds[record["kind"]].append(parts)
-    return History(*map(_table, kinds.values()))
-
-
-def _table(records: list[dict[str, Any]]) -> Table:
-    """Return the columns of these records, None where one lacks a text."""
-    table = {}
-    for name in dict.fromkeys(name for record in records for name in record):
-        values = [record.get(name) for record in records]
-        if name == "time":
-            table[name] = np.array([str(v).removesuffix("Z") for v in values], "datetime64[ms]")
-        elif any(isinstance(value, str) for value in values):
-            table[name] = np.array(values, object)
-        else:
-            table[name] = np.array([np.nan if value is None else value for value in values])
-    return table
+    return History.read(folder)

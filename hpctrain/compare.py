@@ -28,8 +28,8 @@ from hpctrain.report.console import make_console
 from hpctrain.report.fields import Record, fields_marked
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import find_folder
-from hpctrain.report.history import find_outcome
-from hpctrain.report.record import read_history, read_records
+from hpctrain.report.history import History
+from hpctrain.report.record import read_records
 from hpctrain.text import brief, listed, say
 from hpctrain.training.checkpoint import newest
 from hpctrain.typed import parse_json
@@ -177,7 +177,7 @@ def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[
 def _outcomes(folders: list[Path]) -> Iterable[str]:
     """Yield a line for each run that is not done."""
     for which, folder in zip(("first", "second"), folders, strict=True):
-        outcome = find_outcome(folder, read_history(folder, "none"))
+        outcome = History.read(folder, "none").outcome()
         reason = f" ({brief(outcome.reason)})" if outcome.reason else ""
         if outcome.status != "done":
             yield f"{which} run: {outcome.status or 'not finished'}{reason}"

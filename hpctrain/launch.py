@@ -15,8 +15,7 @@ from pathlib import Path
 
 from hpctrain.cluster import end_with_parent, signals_handled
 from hpctrain.errors import RunError, UsageError
-from hpctrain.report.history import Outcome, RunHistory
-from hpctrain.report.record import HistoryReader
+from hpctrain.report.history import History, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Allow root, and more ranks than cores. Open MPI 4 and 5 read different names.
@@ -93,7 +92,7 @@ class LaunchedRun:
     ) -> None:
         """Start the process as `start` does. Raises RunError if it cannot be started."""
         self.folder = folder
-        self._reader = HistoryReader(folder, "none")
+        self._history = History(folder, "none")
         self._began_before = self.history().launch.began
         self._killed_at: float | None = None
         try:
@@ -101,10 +100,10 @@ class LaunchedRun:
         except OSError as error:
             raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
 
-    def history(self) -> RunHistory:
+    def history(self) -> History:
         """Read new lines of the run's record and return its history."""
-        self._reader.poll()
-        return self._reader.history
+        self._history.follow()
+        return self._history
 
     def has_begun(self) -> bool:
         """Whether this launch has written to the record. Compares no clocks of two hosts."""
@@ -112,7 +111,7 @@ class LaunchedRun:
 
     def recorded(self) -> Outcome:
         """Return how this launch ended according to its record; an empty outcome if unknown."""
-        return self.history().outcome if self.has_begun() else Outcome()
+        return self.history().launch.outcome if self.has_begun() else Outcome()
 
     def preempt(self) -> None:
         """Ask the run to save and exit with 75: launchers forward SIGUSR2 to all ranks."""

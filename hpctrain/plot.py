@@ -33,9 +33,7 @@ from hpctrain.report.figures import (
     shortened,
 )
 from hpctrain.report.find import distinct_names, find_run_or_sweep, find_runs
-from hpctrain.report.history import Metrics, find_outcome
-from hpctrain.report.record import read_history
-from hpctrain.report.step_stats import Curve
+from hpctrain.report.history import CurvePoint, History, Metrics
 from hpctrain.text import say
 
 FILE = "training.png"
@@ -47,6 +45,7 @@ NAMES = 30  # in a column of their legend
 HIGHEST_LEGEND = 5.5  # inches
 LEGEND = 0.35
 HEAD = 0.75  # above and below the panels of a network
+OWN = "metrics_", "balanced_accuracy"  # columns of validations: figures of --metric, and more
 FIRST = "accuracy", "loss"  # panels, from the top
 DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
 FEW = 100  # validations; more get smaller dots
@@ -155,17 +154,16 @@ def output_path(settings: PlotConfig) -> Path:
 
 def read_curves(folder: Path, name: str) -> RunCurves:
     """Read the curves of the run in `folder` and label them `name`. Raises UsageError."""
-    history = read_history(folder, strict=True)
+    history = History.read(folder)
     per_epoch = history.steps_per_epoch()
-    training = {
-        field: _values(epochs, field, 1)
-        if len((epochs := history.epoch_curves[field]).points) > 1
-        else _values(history.step_curves[field], field, per_epoch)
-        for field in LABELS
-    }
-    evaluated = history.metric_curves | history.split_curves.get("validation", {})
-    validation = {field: _values(curve, field, per_epoch) for field, curve in evaluated.items()}
-    outcome = find_outcome(folder, history)
+    training, validation = {}, {}
+    for column in [*LABELS, *(name for name in history.evaluations if name.startswith(OWN))]:
+        field = column.removeprefix("metrics_").replace("_", " ")
+        epochs, steps = (history.curve(column, each) for each in ("epochs", "training"))
+        by_epoch = len(epochs) > 1
+        training[field] = _values(*(epochs, field, 1) if by_epoch else (steps, field, per_epoch))
+        validation[field] = _values(history.curve(column, "validation"), field, per_epoch)
+    outcome = history.outcome()
     return RunCurves(
         name,
         outcome.status or "not finished",
@@ -187,10 +185,10 @@ def loss_kind(settings: Any, classifies: bool) -> str:
     return "weighted cross-entropy" if given.get("class_weights") else "cross-entropy"
 
 
-def _values(curve: Curve, field: str, per_epoch: float) -> np.ndarray:
+def _values(curve: Sequence[CurvePoint], field: str, per_epoch: float) -> np.ndarray:
     """Return the epochs and values of a curve, (n, 2)."""
     factor = 100 if field == "accuracy" else 1
-    points = [(point.step / per_epoch, factor * point.mean) for point in curve.points]
+    points = [(point.step / per_epoch, factor * point.mean) for point in curve]
     return np.array(points, np.float64).reshape(-1, 2)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.config import StopConfig
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, find_folder, sweep_runs
-from hpctrain.report.record import is_done
+from hpctrain.report.history import History
 from hpctrain.text import say
 from hpctrain.training.control import is_locked, request_stop
 
@@ -35,7 +35,7 @@ def ask(folder: Path) -> str:
     """
     if not (folder / "config.toml").is_file():
         raise UsageError(f"{folder} is not the folder of a run: it has no config.toml")
-    if is_done(folder):
+    if History.read(folder, "none").launch.outcome.status == "done":
         return f"{folder} has already ended"
     request_stop(folder)
     return f"{folder} is asked to stop after its next step"

@@ -7,5 +7,5 @@ record.py            reads records, also corrupt ones; history.py summarizes the
 find.py              finds runs and sweeps by name, and the best run of a sweep
 figures.py           common functions of figures, and the confusion matrix of plot
 tables.py            the output of evaluate and predict; pictures.py writes images as PNG
-step_stats.py        curves, and how the time of steps is spent
+step_stats.py        how the time of steps is spent
 """

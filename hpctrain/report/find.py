@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError, did_you_mean
-from hpctrain.report.history import UNKNOWN, Metrics
-from hpctrain.report.record import FILE_NAME, read_history
+from hpctrain.report.history import UNKNOWN, History, Metrics
+from hpctrain.report.record import FILE_NAME
 
 SETTINGS_FILE = "config.toml"  # the settings of a run
 SWEEP_FILE = "sweep.toml"  # marks a folder as that of a sweep
@@ -100,7 +100,7 @@ def best_run(sweep: Path) -> tuple[Path, str]:
     tasks = []
     for folder in sweep_runs(sweep):
         if (folder / NETWORK_FILE).is_file():
-            history, settings = read_history(folder, "none"), _settings(folder)
+            history, settings = History.read(folder, "none"), _settings(folder)
             last = (history.validations or [UNKNOWN])[-1]
             smallest = settings.get("final") == "best"
             validation[folder] = history.best(by_accuracy=False) if smallest else last

@@ -1,67 +1,15 @@
-"""Aggregates over steps: curves of bounded size, the time of each phase, and advice on speed."""
+"""Sums over steps: the time of each phase, and advice on speed."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 # Thresholds for advice: shares of a step's time; OFTEN is a share of the steps.
 DATA, REDUCE, IDLE, OFTEN = 0.1, 0.2, 0.1, 0.5
 ENOUGH = 5  # steps, without which there is none: the first ones are slower
 WORTH_NARROWING = 1_000_000  # parameters; fewer take longer to round than to send
-MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One or more neighbouring steps: their mean step and value, and the range of the values."""
-
-    step: float
-    mean: float
-    min: float
-    max: float
-    count: int  # of values
-
-    def merged(self, other: CurvePoint) -> CurvePoint:
-        """Return one point for the steps of both."""
-        count = self.count + other.count
-        return CurvePoint(
-            (self.step * self.count + other.step * other.count) / count,
-            (self.mean * self.count + other.mean * other.count) / count,
-            min(self.min, other.min),
-            max(self.max, other.max),
-            count,
-        )
-
-
-class Curve:
-    """A curve of values by step, downsampled to at most `MOST_POINTS` points."""
-
-    def __init__(self) -> None:
-        self.points: list[CurvePoint] = []  # in order of steps
-        self._width = 1  # steps per point
-
-    def add(self, step: int, value: float) -> None:
-        """Add one value. Points of later steps are removed: a resumed run records them again."""
-        while self.points and self.points[-1].step > step:
-            self.points.pop()
-        _append(self.points, CurvePoint(step, value, value, value, 1), self._width)
-        while len(self.points) > MOST_POINTS:
-            self._width *= 2
-            merged: list[CurvePoint] = []
-            for point in self.points:
-                _append(merged, point, self._width)
-            self.points = merged
-
-
-def _append(points: list[CurvePoint], new: CurvePoint, width: int) -> None:
-    """Append a point, or merge it into the last one if both are in the same interval of steps."""
-    if points and points[-1].step // width == new.step // width:
-        points[-1] = points[-1].merged(new)
-    else:
-        points.append(new)
 
 
 class Costs:

@@ -30,7 +30,7 @@ from hpctrain.cluster import LEFT
 from hpctrain.config import Config, SuperviseConfig, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
-from hpctrain.report.history import Outcome, RunHistory, find_outcome
+from hpctrain.report.history import History, Outcome
 from hpctrain.supervise.nodes import Allocation, find_allocation, requeue, restarts
 from hpctrain.text import say
 from hpctrain.training.control import is_locked
@@ -236,7 +236,7 @@ class Supervisor:
 
 def last_heartbeats(run: Path) -> Outcome:
     """Return how the launch to which the heartbeats belong ended, without asking its record."""
-    return find_outcome(run, RunHistory(), is_over=True)
+    return History(run, "none").outcome(over=True)
 
 
 def is_in_use(run: Path) -> bool:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hpctrain.report.console import Console, dumb_terminal, output_width, terminal_columns
 from hpctrain.report.find import compared_by_accuracy
-from hpctrain.report.history import UNKNOWN, Metrics, RunHistory
+from hpctrain.report.history import UNKNOWN, History, Metrics
 from hpctrain.sweep.folder import FAILED, NetworkResult
 from hpctrain.sweep.machine import Slot
 from hpctrain.text import counted
@@ -45,12 +45,12 @@ class SweepDisplay:
         else:
             shown = {"validation": history.best_validation(), "test": history.test}
             texts = [f"{split} {_value(each)}" for split, each in shown.items() if _value(each)]
-            texts += [counted(history.epochs, "epoch"), f"{history.seconds:.0f} s"]
+            texts += [counted(history.completed, "epoch"), f"{history.seconds:.0f} s"]
             text = ", ".join([text, *texts]) + (f": {result.reason}" if result.reason else "")
         final = sum(other.is_final for other in results)
         self.line(f"{text}  ({final} of {len(results)})")
 
-    def update(self, running: Sequence[tuple[str, Slot, RunHistory]]) -> None:
+    def update(self, running: Sequence[tuple[str, Slot, History]]) -> None:
         """Redraw the slots."""
         if self.live:
             table = Table.grid(padding=(0, 2))
@@ -69,13 +69,13 @@ class SweepDisplay:
                 self.line(f"{result.network.name}: {result.reason}")
 
 
-def progress_text(history: RunHistory) -> str:
+def progress_text(history: History) -> str:
     """Return the progress of a run: "epoch 3 of 20, validation 0.912"."""
     if not history.planned_epochs:
         return "starting"
     last = history.validations[-1] if history.validations else history.training
     what = "validation" if history.validations else "training"
-    text = f"epoch {history.epochs} of {history.planned_epochs}"
+    text = f"epoch {history.completed} of {history.planned_epochs}"
     return f"{text}, {what} {_value(last)}" if _value(last) else text
 
 
@@ -118,7 +118,7 @@ def results_table(results: Sequence[NetworkResult]) -> Table:
         values = result.metrics()[0 if by_accuracy else 1 :: 2]
         texts = ["" if value is None else f"{value:.4f}" for value in values]
         seconds = f"{result.history.seconds:.0f}"
-        epochs = str(result.history.epochs)
+        epochs = str(result.history.completed)
         table.add_row(result.network.name, result.status, *texts, epochs, seconds)
     return table
 

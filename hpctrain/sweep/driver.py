@@ -18,7 +18,7 @@ from pathlib import Path
 from hpctrain import launch
 from hpctrain.cluster import LEFT
 from hpctrain.errors import RunError
-from hpctrain.report.history import RunHistory
+from hpctrain.report.history import History
 from hpctrain.sweep.display import SweepDisplay
 from hpctrain.sweep.file import Sweep, SweepNetwork
 from hpctrain.sweep.folder import (
@@ -81,7 +81,7 @@ class NetworkProcess(launch.LaunchedRun):
             return None
         shutil.rmtree(self._sessions, ignore_errors=True)
         (self.folder / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
-        outcome = self.history().outcome
+        outcome = self.history().launch.outcome
         own = self.recorded().status
         if own == DONE or (code == 0 and outcome.status == DONE):
             return DONE, outcome.reason
@@ -199,7 +199,7 @@ class Driver:
         self._display.end(self.results[name], process.log, list(self.results.values()))
 
     def _set(
-        self, network: SweepNetwork, status: str, reason: str | None, history: RunHistory
+        self, network: SweepNetwork, status: str, reason: str | None, history: History
     ) -> None:
         self.results[network.name] = NetworkResult(network, status, reason, history)
         write_csv(self._folder, self._sweep, self.results.values())

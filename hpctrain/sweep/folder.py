@@ -24,8 +24,7 @@ from hpctrain.config import Config, SweepConfig, toml_value
 from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
-from hpctrain.report.history import RunHistory, find_outcome
-from hpctrain.report.record import read_history
+from hpctrain.report.history import History
 from hpctrain.sweep.file import Sweep, SweepNetwork
 
 RESULTS_FILE = "results.csv"
@@ -43,7 +42,7 @@ class NetworkResult:
     network: SweepNetwork
     status: str
     reason: str | None
-    history: RunHistory
+    history: History
 
     @property
     def is_final(self) -> bool:
@@ -66,27 +65,25 @@ def read_results(folder: Path, sweep: Sweep, retry: bool = False) -> Results:
     """
     known, results = read_csv(folder), {}
     for network in sweep.networks:
-        history = read_history(folder / network.name, "none")
-        status, reason = status_of(folder / network.name, history, known.get(network.name))
+        history = History.read(folder / network.name, "none")
+        status, reason = status_of(history, known.get(network.name))
         if retry and status == FAILED:
             status, reason = UNFINISHED, None
         results[network.name] = NetworkResult(network, status, reason, history)
     return results
 
 
-def status_of(
-    folder: Path, history: RunHistory, known: tuple[str, str] | None
-) -> tuple[str, str | None]:
+def status_of(history: History, known: tuple[str, str] | None) -> tuple[str, str | None]:
     """Return status and reason of a network that is not running.
 
     They follow from its record and from `known`, its line of an earlier results.csv.
     """
-    outcome = history.outcome
+    outcome = history.launch.outcome
     if outcome.status != DONE and known and known[0] == FAILED:
         return FAILED, known[1] or None
     if outcome.status in (DONE, FAILED, STOPPED):
         return outcome.status, outcome.reason
-    return (UNFINISHED, find_outcome(folder, history).reason) if history.facts else (WAITING, None)
+    return (UNFINISHED, history.outcome().reason) if history.facts else (WAITING, None)
 
 
 def read_csv(folder: Path) -> dict[str, tuple[str, str]]:
@@ -106,7 +103,7 @@ def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> N
         history, network = result.history, result.network
         differing = [getattr(network.config, name) for name in sweep.differing]
         line = [network.name, result.status, result.reason, *differing, *result.metrics()]
-        lines.append([*line, history.epochs, round(history.seconds, 1)])
+        lines.append([*line, history.completed, round(history.seconds, 1)])
     path = folder / RESULTS_FILE
     with writing(path), whole_file(path) as binary, as_text(binary) as file:
         csv.writer(file).writerows(lines)

@@ -29,8 +29,8 @@ from hpctrain.parallel.device import hardware_key, memory_of
 from hpctrain.parallel.mpi import agreed, allgather, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, best_file, evaluation_file
-from hpctrain.report.history import Outcome, find_outcome
-from hpctrain.report.record import FILE_NAME, HistoryReader, truncate_record
+from hpctrain.report.history import History, Outcome
+from hpctrain.report.record import FILE_NAME, truncate_record
 from hpctrain.report.recorder import RecordFile
 from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, has_best, make_ready, newest
@@ -230,10 +230,9 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         raise UsageError(
             f"another job works in {folder}: wait for it to end, or choose another --run"
         )
-    reader = HistoryReader(folder, strict=True)
-    reader.poll()
-    history, wrong = reader.history, reader.problem or reader.history.corruption
-    finished = history.outcome.status == "done"
+    history = History(folder)
+    history.follow()
+    finished = history.launch.outcome.status == "done"
     if config.epochs and config.epochs < plan.epochs and not finished:
         raise UsageError(
             f"the run {folder} was begun with {counted(plan.epochs, 'epoch')}, which --epochs"
@@ -242,21 +241,21 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     checkpoint, problems = newest(folder)
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / CHECKPOINTS} holds no whole checkpoint")
-    if wrong:
-        problems.insert(0, f"{wrong}: the record is cut off there")
+    if history.problem:
+        problems.insert(0, f"{history.problem}: the record is cut off there")
     if checkpoint and (missing := history.missing_steps(checkpoint.step)):
         problems.append(f"the record has lost steps that were done: {missing}")
     elif checkpoint and (
-        checkpoint.state["epoch"] > history.epochs
-        or checkpoint.state["validated"] > history.validated
+        checkpoint.state["epoch"] > history.completed
+        or checkpoint.state["validated"] > history.evaluated.get("validation", {}).get("step", 0)
     ):
         problems.append("the record has lost the last epoch or validation that was done")
-    outcome = find_outcome(folder, history, is_over=True)
-    unrecorded = outcome.status and history.facts and not history.outcome.status
-    crash = outcome if unrecorded and not wrong else None
+    outcome, recorded = history.outcome(over=True), history.launch.outcome
+    unrecorded = outcome.status and history.facts and not recorded.status
+    crash = outcome if unrecorded and not history.problem else None
     if crash:
         problems.insert(0, f"the launch before did not record its end: {crash.reason}")
-    idle = history.outcome.status == "preempted" and not history.launch.first_step
+    idle = recorded.status == "preempted" and not history.launch.first_step
     return PreviousLaunch(folder, config, plan, finished, idle, checkpoint, problems, crash)
 
 

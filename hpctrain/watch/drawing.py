@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from hpctrain.report.history import RunHistory
+from hpctrain.report.history import History
 from hpctrain.text import duration, percent, rate, short_number
 from hpctrain.watch.runs import Summary, clean
 
@@ -63,7 +63,7 @@ def axis(low: float, high: float) -> Axis:
     )
 
 
-def draw(history: RunHistory, name: str, width: int, height: int) -> Text:
+def draw(history: History, name: str, width: int, height: int) -> Text:
     """Draw the plot of `name`, "loss" or "accuracy", in `width` columns and `height` rows.
 
     Returns a message if there is nothing to plot, and an empty text if there is too little room.
@@ -71,11 +71,10 @@ def draw(history: RunHistory, name: str, width: int, height: int) -> Text:
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text("")
     factor = 100 if name == "accuracy" else 1
-    curves = {"training": history.step_curves, **history.split_curves}
     shown = {
-        clean(split): [(point.step, factor * point.mean) for point in curve[name].points]
-        for split, curve in curves.items()
-        if curve[name].points
+        clean(split): [(step, factor * mean) for step, mean, *_ in curve]
+        for split in ("training", *history.evaluated)
+        if (curve := history.curve(name, split))
     }
     if not shown:
         return Text(f"no {name} " + ("was recorded" if history.launch.end else "yet"), "dim")

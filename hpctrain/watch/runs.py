@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SETTINGS_FILE, distinct_names, find_runs, propose_run
-from hpctrain.report.history import Outcome, RunHistory, find_outcome, number, time_of
-from hpctrain.report.record import HistoryReader
+from hpctrain.report.history import History, Outcome, number, time_of
 from hpctrain.report.step_stats import whole_percents
 from hpctrain.stop import ask
 from hpctrain.text import counted, duration, printable, rough_duration
@@ -73,7 +72,7 @@ def ended(outcome: Outcome) -> Status:
     return Status(outcome.status, f"{outcome.status}: {reason}" if reason else outcome.status)
 
 
-def _beat_interval(history: RunHistory) -> float:
+def _beat_interval(history: History) -> float:
     """Return the longest time in seconds between two heartbeats (``Watchdog.interval``)."""
     return max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
 
@@ -85,16 +84,11 @@ class WatchedRun:
         """`proposal` is a text ", did you mean X?" to show while there is no such folder."""
         self.key, self.folder, self.name = key, folder, folder.name
         self._proposal = proposal
-        self.reader = HistoryReader(folder, "sampled")
+        self.history = History(folder, "sampled")
         self.status = Status("waiting", "not begun yet")
         self._record, self._beat = IdleTimer(), IdleTimer()
         self._outcome = Outcome()  # by the last search for the reason
         self._looked = -math.inf
-
-    @property
-    def history(self) -> RunHistory:
-        """The history of the run, as read from its record so far."""
-        return self.reader.history
 
     @property
     def is_absent(self) -> bool:
@@ -103,21 +97,20 @@ class WatchedRun:
 
     def poll(self) -> None:
         """Read new lines of the record and update the status."""
-        self.reader.poll()
-        if self.reader.problem:
-            self.status = Status("failed", self.reader.problem)
+        self.history.follow()
+        if self.history.problem and not self.history.lost:
+            self.status = Status("failed", self.history.problem)
         elif self.is_absent:
             self.status = Status("pending", f"waiting for {self.folder}{self._proposal}")
         else:
             self.status = self._find_status(self.history)
         self.status = self.status._replace(text=clean(self.status.text))
 
-    def _find_status(self, history: RunHistory) -> Status:
+    def _find_status(self, history: History) -> Status:
         """Return the status by the record, the heartbeats and how long neither has changed."""
-        version = self.reader.version
-        record = self._record.seconds((version, history.last), time_of(history.last))
-        if history.outcome.status:
-            return ended(history.outcome)
+        record = self._record.seconds((history.version, history.last), time_of(history.last))
+        if history.launch.outcome.status:
+            return ended(history.launch.outcome)
         overdue = GRACE + OVERDUE * history.longest_interval()
         testing = history.step.get("step") == history.total_steps  # all steps are completed
         look = record > overdue / 2 or testing or not history.step
@@ -143,14 +136,14 @@ class WatchedRun:
             return Status("waiting", words or "not begun yet")
         return Status("running", words or ("running" if history.step else "starting"))
 
-    def _find_outcome(self, history: RunHistory) -> Outcome:
+    def _find_outcome(self, history: History) -> Outcome:
         """Return the outcome of a run without an end record.
 
         Its heartbeats are not read at every poll, because there may be many ranks.
         """
         if time.monotonic() - self._looked > FIND_CAUSE_EVERY:
             self._looked = time.monotonic()
-            self._outcome = find_outcome(self.folder, history)
+            self._outcome = history.outcome()
         return self._outcome
 
     def stop(self) -> str:
@@ -159,7 +152,7 @@ class WatchedRun:
         Raises RunError or UsageError as ``hpctrain stop`` does.
         """
         self.poll()
-        if self.history.outcome.status:
+        if self.history.launch.outcome.status:
             return f"{self.name} has already ended"
         text = ask(self.folder)
         self.poll()
@@ -173,8 +166,8 @@ class WatchedRun:
         history, facts, step = self.history, self.history.facts, self.history.step
         done, steps, end = step.get("step", 0), history.total_steps, history.launch.end
         costs = end if "shares" in end else history.costs()
-        corrupt = counted(history.corrupt_lines, "line") if history.corruption else ""
-        corrupt += f" of the record cannot be read: {history.corruption}" if corrupt else ""
+        corrupt = counted(history.lost, "line") if history.lost else ""
+        corrupt += f" of the record cannot be read: {history.problem}" if corrupt else ""
         found = {
             "key": self.key,
             "name": self.name,
@@ -182,7 +175,7 @@ class WatchedRun:
             "status": self.status.kind,
             "text": self.status.text,
             "can_be_stopped": self.status.can_be_stopped,
-            "version": self.reader.version,
+            "version": history.version,
             "model": facts.get("model") or "",
             "device": facts.get("device") or "",
             "ranks": number(facts.get("ranks")),
@@ -195,7 +188,7 @@ class WatchedRun:
             "loss": number(step.get("loss")),
             "accuracy": number(step.get("accuracy")),
             "images_per_second": history.images_per_second(),
-            "evaluations": {split: _metrics(e) for split, e in history.evaluations.items()},
+            "evaluations": {split: _metrics(e) for split, e in history.evaluated.items()},
             "step_seconds": number(costs.get("step_seconds")),
             "percents": whole_percents(_shares(costs.get("shares"))),
             "slowest_rank": number(costs.get("slowest_rank")),

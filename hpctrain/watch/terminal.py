@@ -206,7 +206,7 @@ class WatchApp(App[None]):
         if run is None or self._is_asking():
             return
         place = (run.key, [area.size for area in areas])
-        wanted = (place, run.reader.version)
+        wanted = (place, run.history.version)
         if wanted == self._drawn or (
             self._drawn and place == self._drawn[0] and time.monotonic() < self._due
         ):

@@ -204,15 +204,14 @@ def curves(run: WatchedRun) -> dict[str, Any]:
     lists of step, mean, minimum and maximum.
     """
     history = run.history
-    named = {"training": history.step_curves, **history.split_curves}
     found = {
         name: {
             split: [
-                [round(p.step), *(float(f"{v:.{DIGITS}g}") for v in (p.mean, p.min, p.max))]
-                for p in by_name[name].points
+                [round(step), *(float(f"{v:.{DIGITS}g}") for v in values)]
+                for step, *values in history.curve(name, split)
             ]
-            for split, by_name in named.items()
+            for split in ("training", *history.evaluated)
         }
         for name in ("loss", "accuracy")
     }
-    return {"key": run.key, "version": run.reader.version, **found}
+    return {"key": run.key, "version": run.history.version, **found}

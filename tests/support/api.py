@@ -17,11 +17,11 @@ from hpctrain import doctor
 from hpctrain.data.partition import assign_shards
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.fields import FIELDS
-from hpctrain.report.record import HistoryReader, read_records, truncate_record
+from hpctrain.report.record import read_records, truncate_record
 from hpctrain.report.recorder import Recorder
 from hpctrain.watch import web
 
-__all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "assign_shards", "doctor"]
+__all__ += ["FIELDS", "Recorder", "allreduce", "assign_shards", "doctor"]
 __all__ += ["read_records", "truncate_record", "web"]
 
 # Runs and what ends them: checkpoints, heartbeats, hangs, supervision

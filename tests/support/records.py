@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.support.api import HistoryReader, Recorder
+import hpctrain as hp
+from tests.support.api import Recorder
 
 FILE = "progress.jsonl"
 SECONDS = {"data": 0.01, "compute": 0.06, "reduce": 0.02, "idle": 0.0, "total": 0.1}
@@ -193,29 +194,29 @@ class Follower:
     """Reads a growing record as a display does; `strict`: as a resumed launch."""
 
     def __init__(self, folder: Path, strict: bool = False) -> None:
-        self._reader = HistoryReader(folder, "all" if strict else "sampled", strict)
+        self._history = hp.History(folder, "all" if strict else "sampled")
 
     def look(self) -> bool:
         """Read what is new; whether there was anything."""
-        return self._reader.poll()
+        return self._history.follow()
 
     @property
     def losses(self) -> dict[int, float]:
         """The loss of each step."""
-        points = self._reader.history.step_curves["loss"].points
+        points = self._history.curve("loss")
         return {int(point.step): point.mean for point in points}
 
     @property
     def seen(self) -> dict[str, Any]:
         """What else is known."""
-        history = self._reader.history
+        history = self._history
         return {
             "facts": dict(history.facts),
-            "status": history.outcome.status,
+            "status": history.launch.outcome.status,
             "notes": list(history.notes),
             "validations": len(history.validations),
             "last": history.last_step,
-            "read": self._reader.decoded,
-            "lost": history.corrupt_lines,
-            "problem": self._reader.problem or history.corruption or "",
+            "read": history.decoded,
+            "lost": history.lost,
+            "problem": history.problem or "",
         }

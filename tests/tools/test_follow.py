@@ -147,7 +147,7 @@ def test_what_follows_damage_counts_for_a_display_and_not_for_a_resumed_launch(t
     assert strict.seen["problem"] == lenient.seen["problem"] and "line 3" in strict.seen["problem"]
 
 
-@pytest.mark.parametrize("text", [b"epoch,loss\n1,2\n", b"epoch,loss", b"\0" * 100])
+@pytest.mark.parametrize("text", [b"epoch,loss\n1,2\n", b"\0" * 100 + b"\n"])
 def test_a_file_that_is_no_record_is_named_and_may_become_one(tmp_path, text):
     run = make_run(tmp_path / "a", text)
     follower = Follower(run)

@@ -127,8 +127,7 @@ def test_a_torn_last_line_is_skipped_and_cut_off_by_the_next_launch(tmp_path, to
         tell(recorder, "step", step=1)
     with open(tmp_path / FILE, "a") as file:
         file.write(torn)
-    for path in (tmp_path, tmp_path / FILE):
-        assert [record["kind"] for record in read_records(path)] == ["run", "step"]
+    assert [record["kind"] for record in read_records(tmp_path)] == ["run", "step"]
     with Recorder(tmp_path, "none") as recorder:
         tell(recorder, "run", name="again")
     assert [record["kind"] for record in read_strictly(tmp_path)] == ["run", "step", "run"]
@@ -145,9 +144,7 @@ def test_a_file_that_is_one_torn_line_is_emptied(tmp_path):
 FOREIGN = [
     b"\x89HDF\r\n\x1a\n",
     b"hello\n",
-    b"hello",
     b'{"a": 1}\n',
-    b'{"a": 1}',
     b"[1]\n",
     b"\xff\n",
 ]
@@ -191,7 +188,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path, size):
     writer.communicate()
     whole, _, torn = path.read_bytes().rpartition(b"\n")
     lines = [json.loads(each) for each in whole.splitlines()]
-    assert list(read_records(path)) == lines
+    assert list(read_records(tmp_path)) == lines
     steps = [each["step"] for each in lines if each["kind"] == "step"]
     assert len(steps) > 1 and steps == list(range(1, len(steps) + 1))
     with Recorder(tmp_path, "none") as recorder:
