@@ -6,7 +6,7 @@ after its checkpoint, then appends another line of kind "run". JSON has no NaN a
 8259): such a number is recorded as null, and ``nonfinite`` lists the names of these fields.
 
 **To add a field**, add a line to `FIELDS` and pass the value where the record is made (for steps
-``Recorder.step`` in training/loop.py). `scalar` makes TensorBoard show it, `label` makes ``plot``
+``Recorder.write`` in training/loop.py). `scalar` makes TensorBoard show it, `label` makes ``plot``
 draw a panel of it, `deterministic` makes ``compare`` compare it. No other change is needed.
 """
 
@@ -113,10 +113,6 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "digest": TEXT,
     },
 }
-REQUIRED = {
-    kind: [name for name, field in fields.items() if field.required]
-    for kind, fields in FIELDS.items()
-}
 LABELS = {name: field.label for name, field in FIELDS["step"].items() if field.label}  # of curves
 
 
@@ -137,13 +133,11 @@ def parse_record(line: bytes | str) -> dict[str, Any]:
     record = parse_json(line)
     if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
         raise ValueError("no JSON object with a kind")
-    for name in REQUIRED.get(kind, ()):
-        if record.get(name) is None:
+    for name, field in {"time": TEXT, **FIELDS.get(kind, {})}.items():
+        if (value := record.get(name)) is not None:
+            field.check(value, name)
+        elif field.required:
             raise ValueError(f"a record of kind {kind} without {name}")
-    fields = {"time": TEXT, **FIELDS.get(kind, {})}
-    for name, value in record.items():
-        if value is not None and name in fields:
-            fields[name].check(value, name)
     return record
 
 

@@ -1,23 +1,185 @@
-"""Read the record of a run, ``progress.jsonl``, and truncate it to the state of a checkpoint.
+"""The record of a run, ``progress.jsonl``: write it, read it, truncate it to a checkpoint.
 
-Writers append whole lines (``recorder.RecordFile``), so a killed writer can leave only its last
-line incomplete. Readers skip that line, and the next writer truncates it. Any other line that
-cannot be read is corrupt (lost in a power failure, say): it is named by file and line.
+Lines are appended whole, so a killed writer can leave only its last line incomplete. Readers skip
+that line, and the next writer truncates it. Any other line that cannot be read is corrupt (lost in
+a power failure, say): it is named by file and line.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import Failure, RunError, UsageError
+from hpctrain.fault import fault
 from hpctrain.files import write_whole
-from hpctrain.report.fields import Record, parse_record
+from hpctrain.report.fields import FIELDS, Record, encode_record, parse_record
+from hpctrain.report.step_stats import Costs
+
+if TYPE_CHECKING:
+    from hpctrain.report.progress import Display
+    from hpctrain.report.tensorboard import EventWriter
 
 FILE_NAME = "progress.jsonl"
+FORMAT = 1
+LONGEST_WAIT = 1.0  # seconds after a write in which steps are buffered, at most
+COST_RATIO = 2000  # up to that limit, the time between writes in units of the last one's duration
 BLOCK = 1 << 16  # bytes read at a time when searching for the last whole line
+
+
+class Recorder:
+    """Writes the records of a run to its folder and displays them on standard output.
+
+    Rank 0 passes the folder of the run. All other ranks pass None, and nothing is written or
+    displayed, so that a training loop can call the same methods on every rank.
+
+    `progress` is "bar" (a live bar, even if output is piped), "plain" (a line per epoch), "none",
+    or "auto" (the bar if a terminal shows the output, else plain). `tensorboard` adds an event
+    file, in which steps after `done` are replaced. Methods raise RunError if a line cannot be
+    written (disk full); this happens once, and later lines are dropped. Leaving a ``with`` block
+    by an exception records an end with status "failed".
+
+    Steps are buffered, so that writing takes at most one part in `COST_RATIO` of the time even if
+    it is slow (NFS asks its server every time), but for at most `LONGEST_WAIT`. Records of other
+    kinds are written immediately, with the steps before them.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        progress: str = "auto",
+        tensorboard: bool = False,
+        done: int = 0,
+    ) -> None:
+        self._descriptor = -1  # of the file; -1: nothing is written
+        self._display: Display | None = None
+        self._shown: list[Display | EventWriter] = []
+        self._buffered: list[dict[str, Any]] = []
+        self._due = 0.0  # when steps are written next
+        self._started = 0.0  # when the record of kind "run" was written; 0: not yet
+        self._ended = False
+        self._costs = Costs()
+        if folder is None:
+            return
+        if tensorboard:
+            from hpctrain.report.tensorboard import EventWriter
+
+            self._shown.append(EventWriter(folder, done))
+        self._path = folder / FILE_NAME
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            cut_torn_line(self._descriptor)
+        except OSError as error:
+            raise RunError(f"cannot open {self._path}: {error.strerror}") from error
+        if progress != "none":
+            from hpctrain.report.progress import Display
+
+            self._display = Display(folder, progress)
+            self._shown.insert(0, self._display)
+
+    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Record the fields of one kind in ``FIELDS`` at this time, and return the record.
+
+        A "run" is a launch and comes first; all facts that describe it are recorded. Metrics of a
+        "step" are means over the global mini-batch, those of an "epoch" and an "evaluation" means
+        over all images; see `note` and `end` for these kinds.
+        """
+        if kind not in ("run", "end") and not fields.keys() <= FIELDS[kind].keys():
+            unknown = ", ".join(sorted(fields.keys() - FIELDS[kind].keys()))
+            raise ValueError(f"a {kind} has no field {unknown}: add it to report/fields.py")
+        if kind == "run":
+            self._started = time.monotonic()
+            self._costs.describe(fields)
+            fields = {"format": FORMAT, **fields}
+        elif kind == "step":
+            self._costs.add(fields["seconds"], fields["slowest_rank"])
+        record = {"kind": kind, "time": time.time(), **fields}
+        if self._descriptor >= 0:
+            self._buffered.append(record)
+            if kind != "step" or time.monotonic() >= self._due:
+                self.flush()
+        for each in self._shown:
+            each.write(record)
+        return record
+
+    def note(self, text: str) -> None:
+        """Record a message for the user."""
+        self.write("note", text=text)
+
+    def phase(self, text: str) -> None:
+        """Show current work other than steps on the live bar only."""
+        if self._display is not None:
+            self._display.phase(text)
+
+    def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
+        """Record how the run ended and how the time of its steps was spent; display a summary.
+
+        `status` is "done", "stopped", "preempted" or "failed".
+        """
+        self._ended = True
+        seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
+        fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
+        self.write("end", **{**fields, **facts})
+
+    def flush(self) -> None:
+        """Write the buffered records to the file."""
+        if self._descriptor < 0:
+            return
+        start = time.monotonic()
+        data = b"".join([encode_record(record) for record in self._buffered])
+        self._buffered.clear()
+        with self._ending_if_full():
+            while data:  # one write, unless the disk fills up: then the next write raises
+                data = data[os.write(self._descriptor, data) :]
+            fault("record.written")
+        end = time.monotonic()
+        self._due = end + min(COST_RATIO * (end - start), LONGEST_WAIT)
+
+    @contextmanager
+    def _ending_if_full(self) -> Iterator[None]:
+        """Close the file after its last whole line if the block cannot write; raise RunError."""
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):
+                cut_torn_line(self._descriptor)
+                os.close(self._descriptor)
+            self._descriptor = -1
+            text = f"cannot write {self._path}: {error.strerror}; the record ends here"
+            raise RunError(text) from error
+
+    def close(self) -> None:
+        """Flush, fsync and close the file; close the displays. May be called again."""
+        with ExitStack() as stack:  # closes all of them, even if one fails
+            for each in self._shown:
+                stack.callback(each.close)
+            self._display, self._shown = None, []
+            self.flush()
+            if self._descriptor >= 0:
+                with self._ending_if_full():  # NFS reports a full disk only here
+                    os.fsync(self._descriptor)
+                    os.close(self._descriptor)
+                self._descriptor = -1
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        name = "" if isinstance(error, Failure) else type(error).__name__
+        with suppress(RunError):  # the exception being handled matters more than its record
+            if self._started and not self._ended:
+                self.end("failed", ": ".join(filter(None, [name, str(error)])))
+        with suppress(RunError):
+            self.close()
 
 
 def read_records(folder: Path) -> Iterator[dict[str, Any]]:

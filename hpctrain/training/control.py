@@ -27,6 +27,7 @@ from hpctrain.config import Config, duration
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.files import writing
+from hpctrain.report.fields import encode_record, parse_record
 from hpctrain.watchdog import doing
 
 STOP_FILE = "STOP"
@@ -93,10 +94,12 @@ class Control:
         return self._stop_seen or self._interrupted
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Call the user's function with the record of a validation; it may ask to stop."""
+        """Call the user's function with the record of a validation, as in the file; it may ask to
+        stop.
+        """
         if self._on_evaluation:
             doing("calling on_evaluation")
-            self._stop_seen |= bool(self._on_evaluation(record))
+            self._stop_seen |= bool(self._on_evaluation(parse_record(encode_record(record))))
 
     def ended(self) -> None:
         """Remove the STOP file after the end of the run, when the request is fulfilled."""

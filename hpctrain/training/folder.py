@@ -30,8 +30,7 @@ from hpctrain.parallel.mpi import agreed, allgather, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, best_file, evaluation_file
 from hpctrain.report.history import History, Outcome
-from hpctrain.report.record import FILE_NAME, truncate_record
-from hpctrain.report.recorder import RecordFile
+from hpctrain.report.record import Recorder, truncate_record
 from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
@@ -137,9 +136,8 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
     try:
         truncate_record(folder, state.step, state.epoch, state.validated)
         if earlier.crash:
-            record = RecordFile(folder / FILE_NAME)
-            record.write({"kind": "end", **earlier.crash._asdict()})
-            record.close()
+            with Recorder(folder, "none") as recorder:
+                recorder.write("end", **earlier.crash._asdict())
         write_settings(run, folder)
         for left in (folder / HEARTBEATS).iterdir():  # there may be fewer ranks now
             left.unlink(missing_ok=True)

@@ -120,7 +120,8 @@ def end_epoch(run: Run) -> None:
         note_unused(run)
     state.sums = NO_SUMS
     state.figures.update(loss=loss, accuracy=accuracy)
-    run.recorder.epoch(
+    run.recorder.write(
+        "epoch",
         epoch=state.epoch,
         loss=loss,
         accuracy=accuracy,
@@ -209,7 +210,7 @@ def compare_ranks(run: Run) -> None:
             )
         )
     if state.compared < state.step:
-        run.recorder.digest(state.step, hashed.hex()[:16])
+        run.recorder.write("digest", step=state.step, digest=hashed.hex()[:16])
         state.compared = state.step
 
 
@@ -240,7 +241,8 @@ def record_step(run: Run, pending: PendingStep) -> bool:
     busy = totals.data + totals.compute
     slowest = int(busy.argmax())
     waited = float(busy[slowest] - busy[0])  # by rank 0 in its reduction
-    run.recorder.step(
+    run.recorder.write(
+        "step",
         **figures,
         images_per_second=totals.rows / seconds,
         seconds={

@@ -24,7 +24,7 @@ from hpctrain.inference.tasks import Task
 from hpctrain.parallel.mpi import Comm, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
-from hpctrain.report.recorder import Recorder
+from hpctrain.report.record import Recorder
 from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control
 from hpctrain.training.trainer import Trainer

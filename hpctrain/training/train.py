@@ -26,7 +26,7 @@ from hpctrain.parallel.mpi import (
     start_mpi,
 )
 from hpctrain.plan import check_unchanged, describe_plan
-from hpctrain.report.recorder import Recorder
+from hpctrain.report.record import Recorder
 from hpctrain.text import counted, say
 from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer
@@ -134,7 +134,7 @@ def train(run: Run, earlier: PreviousLaunch | None) -> TrainingResult:
         run.control,
         Writer(mine, every, config.keep_checkpoints, best) as run.writer,
     ):
-        run.recorder.run(folder.run_facts(run))
+        run.recorder.write("run", **folder.run_facts(run))
         for note in run.notes:
             run.recorder.note(note)
         own = run.trainer.state().values()

@@ -125,7 +125,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     if run.plan.class_weights or run.config.balanced_sampling:
         figures["balanced_accuracy"] = result.balanced_accuracy
     state.add(figures)
-    record = run.recorder.evaluation(**figures, seconds=seconds)
+    record = run.recorder.write("evaluation", **figures, seconds=seconds)
     if split == "validation":
         run.control.evaluated(record)
     return result

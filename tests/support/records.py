@@ -163,17 +163,17 @@ def tell(recorder: Recorder, kind: str, **fields: Any) -> None:
     """Record this; what is not given is made up."""
     match kind:
         case "run":
-            recorder.run(fields)
+            recorder.write(kind, **fields)
         case "step":
-            recorder.step(**{**STEP, "loss": 1 / max(fields["step"], 1), **fields})
+            recorder.write(kind, **{**STEP, "loss": 1 / max(fields["step"], 1), **fields})
         case "epoch":
-            recorder.epoch(**{**EPOCH, **fields})
+            recorder.write(kind, **{**EPOCH, **fields})
         case "evaluation":
-            recorder.evaluation(**{**EVALUATION, **fields})
-        case "note":
-            recorder.note(fields["text"])
+            recorder.write(kind, **{**EVALUATION, **fields})
         case "end":
             recorder.end(**fields)
+        case _:
+            recorder.write(kind, **fields)
 
 
 def recording(body: str, folder: Path, progress: str = "none") -> list[str]:
@@ -181,9 +181,9 @@ def recording(body: str, folder: Path, progress: str = "none") -> list[str]:
     program = f"""
 from itertools import count
 from pathlib import Path
-from hpctrain.report.recorder import Recorder  # not tests.support.api: that would import torch
+from hpctrain.report.record import Recorder  # not tests.support.api: that would import torch
 def step(number):
-    recorder.step(**{STEP!r}, step=number, loss=1 / number)
+    recorder.write('step', **{STEP!r}, step=number, loss=1 / number)
 with Recorder(Path({str(folder)!r}), {progress!r}) as recorder:
 """
     lines = [f"    {each}" for each in body.strip().splitlines()]

@@ -194,7 +194,7 @@ def test_failures_and_unknown_figures_are_shown(tmp_path, capsys, clock):
 
 
 SHORT_RUN = """
-recorder.run({"name": "short", "epochs": 2, "steps_per_epoch": 500})
+recorder.write("run", name="short", epochs=2, steps_per_epoch=500)
 for number in range(1, 1001):
     step(number)
     if number % 100 == 0:
@@ -202,7 +202,7 @@ for number in range(1, 1001):
 recorder.end("done")
 print("others print, too")
 """
-FEW_STEPS = 'recorder.run({"name": "few", "epochs": 2, "steps_per_epoch": 1})'
+FEW_STEPS = 'recorder.write("run", name="few", epochs=2, steps_per_epoch=1)'
 
 
 @pytest.mark.parametrize("mode", ["plain", "bar"])

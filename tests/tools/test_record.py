@@ -64,9 +64,7 @@ def test_every_field_of_every_kind_comes_back_as_it_was(kind, monkeypatch):
     def check(record):
         given_ = {name: value for name, value in record.items() if name != "kind"}
         with tempfile.TemporaryDirectory() as name, Recorder(Path(name), "none") as recorder:
-            if kind == "digest":
-                recorder.digest(**given_)
-            elif kind == "run":
+            if kind == "run":
                 tell(recorder, kind, **given_, another=1)
             else:
                 tell(recorder, kind, **given_)
@@ -171,7 +169,7 @@ def test_a_missing_record_is_refused_by_name(tmp_path):
 
 
 WRITER = """
-recorder.run({"name": "killed"})
+recorder.write("run", name="killed")
 for number in count(1):
     step(number)
     if number % 997 == 0:
@@ -199,10 +197,10 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path, size):
 def test_a_rank_without_a_folder_writes_shows_and_imports_nothing(tmp_path):
     program = """
 import sys
-from hpctrain.report.recorder import Recorder
+from hpctrain.report.record import Recorder
 before = set(sys.modules)
 with Recorder(None, "bar", tensorboard=True) as recorder:
-    recorder.run({"name": "nothing"})
+    recorder.write("run", name="nothing")
     recorder.note("nothing")
     recorder.end("done")
 assert not {"rich", "torch"} & set(sys.modules)
