@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpctrain import __version__, launch
-from hpctrain.doctor.machine import file_system
+from hpctrain.doctor import file_system
 from hpctrain.errors import Failure, first_line
 from hpctrain.text import say
 from scripts.benchmarks.cluster.checks import CHECKS, table

