@@ -297,8 +297,8 @@ Image.open = changed
 """
 CRASH = OPENED.format(change="if image.size == (13, 12): os.kill(os.getpid(), 11)")
 HANG = OPENED.format(
-    change="open(f\"{os.environ['HPCTRAIN_TEST']}/begun.{os.getpid()}\", 'w').close(); import time; "
-    "time.sleep(999)"
+    change="open(f\"{os.environ['HPCTRAIN_TEST']}/begun.{os.getpid()}\", 'w').close(); import time;"
+    " time.sleep(999)"
 )
 
 
