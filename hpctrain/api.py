@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.cluster import launched_rank, launched_size, signals_caught
-from hpctrain.config import Config, EvaluateConfig, check_settings, duration, read_table
-from hpctrain.config.imports import as_setting
+from hpctrain.config import Config, EvaluateConfig, check_settings, from_table
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.report.history import History
@@ -88,9 +87,8 @@ def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
         advice = "name settings, such as data='a.h5'"
         raise UsageError(f"{brief(given)} is no hpctrain.Config: {advice}")
     known = {field.name for field in dataclasses.fields(given)}
-    wanted = {key for key, value in more.items() if value is not None or key not in known}
-    table = {key: as_setting(more[key]) for key in more if key in wanted}
-    chosen = dataclasses.replace(given, **read_table(table, type(given), f"hpctrain.{name}"))
+    table = {key: v for key, v in more.items() if v is not None or key not in known}
+    chosen = from_table(table, given, f"hpctrain.{name}")
     check_settings(chosen)
     return chosen
 
@@ -104,9 +102,9 @@ def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
     """
     import torch
 
-    threads, timeout = torch.get_num_threads(), duration(settings.hang_timeout, "--hang-timeout")
-    place = launched_rank(), launched_size() or 1, socket.gethostname()
-    with signals_caught(), warnings.catch_warnings(), Watchdog(*place, timeout) as watchdog:
+    threads = torch.get_num_threads()
+    place = launched_rank(), launched_size() or 1, socket.gethostname(), settings.hang_timeout
+    with signals_caught(), warnings.catch_warnings(), Watchdog(*place) as watchdog:
         doing(f"hpctrain.{name}")
         from hpctrain.parallel.mpi import MPI, conclude, start_mpi
 

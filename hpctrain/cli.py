@@ -1,6 +1,6 @@
 """The command line: parse ``python -m hpctrain [SUBCOMMAND] ...`` and run the subcommand.
 
-``config/parse.py`` parses the settings; nothing heavy (torch, MPI, HDF5) is imported before they
+``config/option.py`` parses the settings; nothing heavy (torch, MPI, HDF5) is imported before they
 have been accepted. A subcommand that runs on all ranks is started under a watchdog.
 """
 
@@ -121,8 +121,7 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
     command line: the ranks agree on it and raise it instead.
     """
     rank, size = launched_rank(), launched_size() or 1
-    limit = getattr(settings, "hang_timeout", config.Config.hang_timeout)
-    timeout = config.duration(limit, "--hang-timeout")
+    timeout = getattr(settings, "hang_timeout", config.Config.hang_timeout)
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":

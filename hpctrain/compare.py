@@ -43,8 +43,6 @@ MOST_BARS = 1000
 
 def main(settings: CompareConfig) -> int:
     """Print how two runs differ; return 0 if they are equal, else 1."""
-    if settings.first is None or settings.second is None:
-        raise UsageError("compare what? Name two runs")
     if settings.plot:
         check_name(Path(settings.plot), "--plot")
     folders = [find_folder(run, settings.runs_dir) for run in (settings.first, settings.second)]
@@ -193,7 +191,7 @@ def _settings(folders: list[Path]) -> list[str]:
     A setting that was not set has the value to which the plan resolved it.
     """
     try:
-        default = {name: v for name, v in dataclasses.asdict(Config()).items() if v is not None}
+        default = {name: v for name, v in Config().table().items() if v is not None}
         configs = [default | load_toml(str(folder / "config.toml")) for folder in folders]
         plans = [_plan(folder / "plan.json") for folder in folders]
     except UsageError as error:

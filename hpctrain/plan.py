@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from hpctrain.config import Config, byte_count, optimizer_and_rate, worker_loads
-from hpctrain.config.others import evaluation_rows
+from hpctrain.config import Config, optimizer_and_rate
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch, even_shares
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, counted, listed, min_to_max
@@ -23,6 +22,9 @@ from hpctrain.typed import from_fields
 
 VERSION = 2  # meaning of a plan's numbers
 MOST_SHARES = 16  # listed one by one
+EVALUATION_ROWS = 64  # samples of a block, on CPUs
+GPU_EVALUATION_ROWS = 256  # at most: with larger blocks, fewer ranks have one
+GPU_EVALUATION_VALUES = 1 << 26  # values of a block: 256 MiB of float32
 #: Settings that may change from launch to launch: they do not affect what is computed.
 FREE = {
     *("run", "runs_dir", "data", "cache_dir", "read_buffer", "epochs", "worker_load", "stage"),
@@ -112,8 +114,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def resolve(config: Config, facts: Facts) -> Plan:
     """Resolve the plan of a first launch. Raises UsageError if the numbers are inconsistent."""
     model, denoise = model_name(config, facts.image_shape), config.task == "denoise"
-    loads = worker_loads(config.worker_load)
-    shards = config.shards or (round(sum(loads)) if loads else facts.ranks)
+    shards = config.shards or round(sum(config.worker_load or ())) or facts.ranks
     usual_batch = 500 if denoise else 128  # of a single worker
     many = config.batch_per_rank is not None or facts.device == "cuda"
     workers = (config.shards or facts.ranks) if many else 1
@@ -126,7 +127,6 @@ def resolve(config: Config, facts: Facts) -> Plan:
             " for a file of chunks) reads a block once per epoch: use --shuffle partition"
         )
     block_rows = facts.block_rows or -(-READ_BYTES // facts.row_bytes)
-    buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
     no_tf32 = config.precision == "default" and facts.device == "cpu"
     optimizer, rate = optimizer_and_rate(config.optimizer, config.lr, config.task)
     # The rate grows with the batch: linearly (Goyal et al. 2017, arXiv:1706.02677) or with its
@@ -142,10 +142,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
             f" {counted(epochs, 'epoch')}: give a smaller --warmup-epochs or a larger --epochs"
         )
     elsewhere = {*FREE, *RESOLVED, *(field.name for field in dataclasses.fields(Plan))}
-    settings = dataclasses.asdict(config).items()
     return Plan(
-        settings=_digest({name: v for name, v in settings if name not in elsewhere}),
-        chosen=tuple(n for n, v in settings if v != getattr(Config, n) and n != "precision"),
+        settings=_digest({n: v for n, v in config.table().items() if n not in elsewhere}),
+        chosen=tuple(name for name in config.changed() if name != "precision"),
         model=model,
         image_shape=facts.image_shape,
         pack_uuid=facts.pack_uuid,
@@ -155,7 +154,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         last=partition.last,
         shuffle=shuffle,
         block_rows=block_rows,
-        window_blocks=max(1, buffer // (2 * shards * block_rows * facts.row_bytes)),
+        window_blocks=max(1, config.read_buffer // (2 * shards * block_rows * facts.row_bytes)),
         epochs=epochs,
         optimizer=optimizer,
         learning_rate=rate * growth,
@@ -168,6 +167,18 @@ def resolve(config: Config, facts: Facts) -> Plan:
         scaling=facts.scaling,
         device=facts.device if config.deterministic else "",
         threads=cpu_threads(config, facts.threads) if config.deterministic else 0,
+    )
+
+
+def evaluation_rows(device: str, image_shape: tuple[int, int, int]) -> int:
+    """Return the number of samples in a block of an evaluation.
+
+    Random numbers and the order of summation belong to blocks, so that they depend on the device
+    and the image shape, (H, W, C), but never on the ranks.
+    """
+    most = GPU_EVALUATION_VALUES // math.prod(image_shape)
+    return (
+        EVALUATION_ROWS if device == "cpu" else max(EVALUATION_ROWS, min(GPU_EVALUATION_ROWS, most))
     )
 
 

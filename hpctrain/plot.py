@@ -90,8 +90,6 @@ class RunCurves:
 
 def main(settings: PlotConfig) -> int:
     """Write the figure; print its path and what it shows."""
-    if not settings.targets:
-        raise UsageError("plot what? Name runs or a sweep")
     path = output_path(settings)
     check_name(path, "--output")
     folders = find_runs(settings.targets, settings.runs_dir)

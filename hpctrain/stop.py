@@ -18,8 +18,6 @@ from hpctrain.training.control import is_locked, request_stop
 
 def main(settings: StopConfig) -> int:
     """Request that the run or the sweep stop; print the request, or that it has already ended."""
-    if settings.target is None:
-        raise UsageError("stop what? Name a run")
     folder = find_folder(settings.target, settings.runs_dir)
     if (folder / SWEEP_FILE).is_file():
         say(ask_sweep(folder))

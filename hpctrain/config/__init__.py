@@ -1,44 +1,31 @@
 """Settings: one flat frozen dataclass per subcommand.
 
 A dataclass here is the only source of a subcommand's flags, TOML keys, defaults, help and checks
-(``parse.py`` builds the parser from it). Settings do not depend on the ranks, the machine or the
-data; ``plan.py`` resolves them. A default of None means "decided by the plan"; the help says how.
+(``option.py``). Settings do not depend on the ranks, the machine or the data; ``plan.py`` resolves
+them. A default of None means "decided by the plan"; the help says how.
 """
 
-from hpctrain.config.imports import own_functions, require_trust
-from hpctrain.config.inference import (
+from hpctrain.config.commands import (
+    CompareConfig,
+    DoctorConfig,
     EvaluateConfig,
     ExportConfig,
     NetworkConfig,
-    PredictConfig,
-)
-from hpctrain.config.interval import Interval, checkpoint_interval, validation_interval
-from hpctrain.config.optimizer import optimizer_and_rate
-from hpctrain.config.option import (
-    byte_count,
-    duration,
-    fold_number,
-    image_size,
-    split_shares,
-    to_toml,
-    toml_value,
-    worker_loads,
-)
-from hpctrain.config.others import (
-    CompareConfig,
-    DoctorConfig,
     PackConfig,
     PlotConfig,
+    PredictConfig,
     StopConfig,
     SuperviseConfig,
     SweepConfig,
     WatchConfig,
 )
-from hpctrain.config.parse import (
+from hpctrain.config.functions import require_trust
+from hpctrain.config.option import (
     check_settings,
+    from_table,
     load_toml,
     parse_settings,
-    read_table,
+    to_toml,
 )
-from hpctrain.config.patterns import learning_rate_factors, patterns
-from hpctrain.config.train import PRECISIONS, Config
+from hpctrain.config.train import Config, optimizer_and_rate
+from hpctrain.config.values import ClassWeights, Every, Fold, Patterns, Shares, Size

@@ -1,44 +1,186 @@
-"""An option: a field of a frozen dataclass that is both a flag and a TOML key.
+"""Settings of a subcommand: a frozen dataclass, each of whose fields is a flag and a TOML key.
 
-The field holds everything about the option: default, help, group, choices and the check of its
-value. ``parse.py`` builds the parser from it and runs the checks.
+A field holds everything about its option: type, choices, default, help, check and the option that
+it needs. From these, `parse_settings` makes the parser of a subcommand. Flags take precedence over
+the files named by --config, and files over defaults. Texts become values, and values are checked,
+where an object of the class is made, whether they come from flags, TOML or Python. Nothing heavy is
+imported, so that --help is fast.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
+import inspect
 import json
 import math
-import re
-from collections.abc import Callable
-from fractions import Fraction
-from typing import Any
+import textwrap
+import tomllib
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
-from hpctrain.errors import UsageError
+from hpctrain.config.functions import require_trust
+from hpctrain.config.values import List, Value
+from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
+from hpctrain.typed import LARGEST
 
 LONGEST_NAME = 200  # bytes
-LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that timers accept
-MOST_DIGITS = 15  # of a number of steps, hours or folds
-MAX_SIDE = 2**14  # pixels, of a decoded image
 TRUST_CODE = "import functions of your own, package.module:function, that a file names"
+EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
+METAVARS = {int: "N", float: "X"}
+SUPPRESS = argparse.SUPPRESS
 
 
 def option(
-    default: Any,
     help: str,
-    group: str,
-    check: Callable[[Any, str], object] | None = None,
-    choices: tuple[str, ...] = (),
+    default: Any = None,
+    check: Callable[[Any], object] | None = None,
+    *,
     positional: bool = False,
+    needs: str = "",
+    group: str = "",
 ) -> Any:
-    """Return a dataclass field that is also an option.
+    """Return a dataclass field that is also an option; its type, or Literal choices, are hints.
 
-    `check` is called with the value, unless it is None, and the flag. It raises UsageError for an
-    invalid value.
+    An option whose default is ``...`` is a word that the command line must give. `check` is called
+    with the value, and raises ValueError, which says what to give. `needs` is another option, such
+    as "--images" or "--final ema", without which this one has no meaning. `group` is the heading,
+    in the help, of this option and those after it.
     """
-    metadata = dict(help=help, group=group, check=check, choices=choices, positional=positional)
-    return dataclasses.field(default=default, metadata=metadata)
+    required = default is ...
+    metadata = dict(help=help, check=check, needs=needs, group=group, required=required)
+    metadata["positional"] = positional or required
+    return dataclasses.field(default=None if required else default, metadata=metadata)
+
+
+class Type(NamedTuple):
+    """The type of a setting."""
+
+    kind: Any  # bool, int, float, str, or a subclass of Value
+    choices: tuple[Any, ...]
+    optional: bool  # it may be None
+    many: bool  # it is a tuple of texts
+
+
+def _types(settings: type[Settings]) -> dict[str, Type]:
+    """Return the types of the settings of a class, by name."""
+    hints, types = typing.get_type_hints(settings), {}
+    for field in dataclasses.fields(settings):
+        hint = hints[field.name]
+        optional = NoneType in typing.get_args(hint)
+        hint = typing.get_args(hint)[0] if optional else hint
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+        many = typing.get_origin(hint) is tuple
+        kind = str if many else type(choices[0]) if choices else hint
+        types[field.name] = Type(kind, choices, optional, many)
+    return types
+
+
+types_of: Any = functools.cache(_types)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base class of the settings of all subcommands."""
+
+    usage: ClassVar[str] = ""  # arguments in the first line of the help
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # what other programs call options
+    trust_flag: ClassVar[bool] = False  # whether --trust-code is a flag and not a setting
+    exclude: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # pairs of options, and why
+
+    def __post_init__(self) -> None:
+        """Convert texts to values. Raises UsageError for a value that an option cannot have."""
+        for field in dataclasses.fields(self):
+            value, type_ = getattr(self, field.name), types_of(type(self))[field.name]
+            if value is field.default or (value is None and type_.optional):
+                continue
+            try:
+                value = _read(value, type_, field.metadata["check"])
+            except ValueError as error:
+                text = f"{flag_of(field.name)} {brief(value) or repr(value)}: {error}"
+                raise UsageError(text) from None
+            object.__setattr__(self, field.name, value)
+
+    def table(self) -> dict[str, Any]:
+        """Return the settings as TOML and JSON have them, with texts as they were given."""
+        return {name: str(v) if isinstance(v, Value) else v for name, v in vars(self).items()}
+
+    def changed(self) -> dict[str, Any]:
+        """Return those settings of `table` that are not at their defaults."""
+        return {n: v for n, v in self.table().items() if getattr(self, n) != getattr(type(self), n)}
+
+    def given(self, option: str) -> str:
+        """Return an option, "--lr" or "--schedule cosine", with its value; "" if it is not given.
+
+        An option at its default counts as not given, unless its value is named.
+        """
+        flag, _, wanted = option.partition(" ")
+        name = flag.strip("-").replace("-", "_")
+        value = getattr(self, name)
+        if str(value) != wanted if wanted else value == getattr(type(self), name):
+            return ""
+        return flag if value is True else f"{flag} {value}"
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield one line for each conflict between options, or with this machine."""
+        for field in dataclasses.fields(self):
+            needs, given = field.metadata["needs"], self.given(flag_of(field.name))
+            if needs and given and not self.given(needs):
+                yield f"{given} needs {needs}"
+        for first, second, why in self.exclude:
+            if (one := self.given(first)) and (other := self.given(second)):
+                yield f"{one} and {other} exclude each other: {why}"
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise UsageError if options conflict with each other, or with this machine."""
+    for conflict in settings.conflicts():
+        raise UsageError(conflict)
+
+
+def _read(value: Any, type_: Type, check: Callable[[Any], object] | None) -> Any:
+    """Return the value of a setting, given as a text, as in TOML, or in Python.
+
+    In Python a list may stand for "0.2,1", and a function or class for "module:function". Raises
+    ValueError.
+    """
+    kind = type_.kind
+    if type_.many:
+        return (value,) if isinstance(value, str) else tuple(map(str, value))
+    if hasattr(value, "tolist"):  # of NumPy
+        value = value.tolist()
+    if isinstance(value, list | tuple) and not isinstance(value, Value):
+        value = ",".join(map(str, value))
+    elif inspect.isroutine(value) or inspect.isclass(value):
+        value = f"{value.__module__}:{value.__qualname__}"
+    expected = f"expected {EXPECTED.get(kind, 'a text')}"
+    if isinstance(value, bool) != (kind is bool) or value is None or isinstance(value, dict):
+        raise ValueError(expected)
+    if not isinstance(value, kind):
+        try:
+            value = kind(str(value))
+        except ValueError as error:
+            raise error if issubclass(kind, Value) else ValueError(expected) from None
+    if value == "":
+        raise ValueError("the text is empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in str(value)):
+        raise ValueError("this name is not UTF-8")  # config.toml could not hold it
+    if kind is int and abs(value) > LARGEST:
+        raise ValueError(f"give at most {LARGEST}")
+    if type_.choices and value not in type_.choices:
+        known = [str(choice) for choice in type_.choices]
+        raise ValueError(f"there are {', '.join(known)}{did_you_mean(str(value), known)}")
+    if check is not None:
+        check(value)
+    return value
 
 
 def flag_of(name: str) -> str:
@@ -46,7 +188,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Bounds:
     """Check that a number is in an interval; `ends` are its brackets, "[)" as in "[0, 1)"."""
 
@@ -54,167 +196,172 @@ class Bounds:
     most: float = math.inf
     ends: str = "[)"
 
-    def __call__(self, value: float, flag: str) -> None:
+    def __call__(self, value: float) -> None:
         above = value >= self.least if self.ends[0] == "[" else value > self.least
         below = value <= self.most if self.ends[1] == "]" else value < self.most
         if not (above and below):
-            raise UsageError(f"{flag} {brief(value)}: give {self}")
-
-    def __str__(self) -> str:
-        if self.most < math.inf:
-            return f"a number in {self.ends[0]}{self.least:g}, {self.most:g}{self.ends[1]}"
-        return (
-            f"{self.least:g} or more" if self.ends[0] == "[" else f"a number above {self.least:g}"
-        )
+            raise ValueError(
+                f"give a number in {self.ends[0]}{self.least:g}, {self.most:g}{self.ends[1]}"
+            )
 
 
 AT_LEAST_0, AT_LEAST_1, POSITIVE = Bounds(0), Bounds(1), Bounds(0, ends="()")
 
 
-def check_folder_name(name: str, flag: str) -> None:
-    """Raise UsageError if `name` cannot be the name of a folder in --runs-dir."""
-    if (
-        name in ("", ".", "..")
-        or "/" in name
-        or not name.isprintable()
-        or len(name.encode()) > LONGEST_NAME
-    ):
-        raise UsageError(
-            f"{flag} {name!r}: give the name of a folder in --runs-dir, of at most"
-            f" {LONGEST_NAME} bytes and without /"
-        )
+def check_folder_name(name: str) -> None:
+    """Raise ValueError if `name` cannot be the name of a folder in --runs-dir."""
+    long = len(name.encode()) > LONGEST_NAME
+    if name in (".", "..") or "/" in name or not name.isprintable() or long:
+        form = f"of at most {LONGEST_NAME} bytes and without /"
+        raise ValueError(f"give the name of a folder in --runs-dir, {form}")
 
 
-def check_file_name(name: str, flag: str) -> None:
-    """Raise UsageError if the name is empty."""
-    if not name:
-        raise UsageError(f"{flag} '': name a file")
+def from_table(table: Mapping[str, Any], settings: S, place: str = "") -> S:
+    """Return `settings` with the values of a table: of TOML, of flags, or given in Python.
 
-
-def duration(text: str, flag: str) -> float:
-    """Parse "90s", "10m", "2h", "H:MM:SS" or minutes without unit to seconds. Raises UsageError."""
-    unit = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    clock = re.fullmatch(rf"(\d{{1,{MOST_DIGITS}}}):(\d\d):(\d\d)", text)
-    if unit:
-        seconds = float(unit[1]) * {"s": 1, "m": 60, "": 60, "h": 3600}[unit[2]]
-    elif clock:
-        seconds = 3600.0 * int(clock[1]) + 60 * int(clock[2]) + int(clock[3])
-    else:
-        seconds = 0.0
-    if not 0 < seconds <= LONGEST_DURATION:
-        raise UsageError(f"{flag} {text}: give a time, such as 30m, 90s or 2:30:00")
-    return seconds
-
-
-def byte_count(text: str, flag: str) -> int:
-    """Parse "256M", "1.5G", "64KiB" or "4096" to bytes. K, M, G and T are 2^10 to 2^40.
-
-    Raises UsageError.
+    Raises UsageError that names the `place` if a name is unknown, or a value is not one of its
+    option.
     """
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
-    size = int(float(found[1]) * 1024 ** " KMGT".find(found[2].upper() or " ")) if found else 0
-    if size < 1:
-        raise UsageError(f"{flag} {text}: give a size, such as 256M or 1.5G")
-    return size
-
-
-def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, ...]:
-    """Parse --worker-load: positive numbers, one per rank; () for None. Raises UsageError."""
-    if text is None:
-        return ()
+    known = [field.name for field in dataclasses.fields(settings)]
+    for name, value in table.items():
+        if name == "trust_code" and place:
+            raise UsageError(f"{place}: trust_code can be given on the command line only")
+        if name not in known:
+            hint = did_you_mean(name, known, settings.elsewhere)
+            hint = ": settings are top-level keys, not tables" if isinstance(value, dict) else hint
+            raise UsageError(f"{place}: unknown setting {name!r}{hint}")
     try:
-        loads = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        loads = (0.0,)
-    if not all(0 < load < math.inf for load in loads):
-        raise UsageError(f"{flag} {text}: give a positive number for every rank, as in 3,1")
-    return loads
+        return dataclasses.replace(settings, **table)
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}" if place else str(error)) from None
 
 
-def class_weights(text: str, flag: str = "--class-weights") -> tuple[float, ...]:
-    """Parse --class-weights: positive numbers, one per class; () for "balanced".
+def load_toml(path: str, flag: str = "") -> dict[str, Any]:
+    """Read a TOML file. Raises UsageError that names the `flag` by which the file was given."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"{flag}{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # neither UTF-8 nor TOML
+        raise UsageError(f"{path} is no TOML: {error}") from error
 
-    Raises UsageError.
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """Return a table of bools, numbers and texts as TOML; None is a comment.
+
+    Texts are written as in JSON, except for DEL.
     """
-    if text == "balanced":
-        return ()
-    try:
-        weights = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"{flag} {brief(text)}: give balanced, or a number for each class such as 0.2,1"
-        ) from None
-    if not all(0 < weight < math.inf for weight in weights):
-        raise UsageError(
-            f"{flag} {brief(text)}: give a number above 0 for every class, as in 0.2,1: without"
-            " weight, a mini-batch of one class alone would have no mean loss"
-        )
-    return weights
-
-
-def check_channels(channels: int, flag: str) -> None:
-    """Raise UsageError unless images have 1 channel (gray) or 3 (colour)."""
-    if channels not in (1, 3):
-        raise UsageError(f"{flag} {channels}: 1 is gray, 3 is colour")
-
-
-def image_size(text: str, flag: str = "--size") -> tuple[int, int]:
-    """Parse "100x80" to width and height. Raises UsageError."""
-    numbers = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
-    size = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if not 1 <= min(size) <= max(size) <= MAX_SIDE:
-        raise UsageError(
-            f"{flag} {text}: give WIDTHxHEIGHT in pixels, 1 to {MAX_SIDE:,}, as in 100x100"
-        )
-    return size
-
-
-def split_shares(text: str, flag: str = "--split") -> tuple[Fraction, Fraction, Fraction]:
-    """Parse "0.9,0.1" or "0.8,0.1,0.1" to exact shares of train, validation and test.
-
-    Raises UsageError.
-    """
-    parts = [] if "e" in text.lower() else text.split(",")  # 1e99999999 would take minutes
-    try:
-        shares = [Fraction(part.strip()) for part in parts]
-    except (ValueError, ZeroDivisionError):
-        shares = []
-    if len(shares) not in (1, 2, 3) or min(shares) < 0 or shares[0] == 0 or sum(shares) != 1:
-        raise UsageError(
-            f"{flag} {text}: give shares that sum to 1, of train,test (0.9,0.1) or of"
-            " train,validation,test (0.8,0.1,0.1), train not 0"
-        )
-    if len(shares) == 3:
-        return shares[0], shares[1], shares[2]
-    return shares[0], Fraction(0), Fraction(1) - shares[0]
-
-
-def fold_number(text: str, flag: str = "--fold") -> tuple[int, int]:
-    """Parse "2/5" to the number of a fold, from 1, and the number of folds. Raises UsageError."""
-    found = re.fullmatch(rf"([0-9]{{1,{MOST_DIGITS}}})/([0-9]{{1,{MOST_DIGITS}}})", text)
-    fold, count = (int(found[1]), int(found[2])) if found else (0, 0)
-    if count < 2 or not 1 <= fold <= count:
-        raise UsageError(f"{flag} {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
-    return fold, count
-
-
-def to_toml(config: Any) -> str:
-    """Return all settings as TOML; those left to the plan are comments."""
     lines = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value is None:
-            lines.append(f"# {field.name}: not set, decided by the plan")
-        else:
-            lines.append(f"{field.name} = {toml_value(value)}")
+    for name, value in table.items():
+        text = repr(value)  # of a number: valid TOML, also for inf and nan
+        if not isinstance(value, float):
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        line = f"{name} = {text}"
+        lines.append(f"# {name}: not set, decided by the plan" if value is None else line)
     return "\n".join(lines) + "\n"
 
 
-def toml_value(value: Any) -> str:
-    """Return a bool, a number, a string or a list of these as TOML.
+def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str]) -> S:
+    """Parse and check the settings of a subcommand. Raises UsageError; exits for --help."""
+    found, rest = make_parser(name, summary, kind).parse_known_args(words)
+    if rest:
+        raise _unknown(name, kind, words, rest[0])
+    flags, settings = vars(found), kind()
+    trust_code = flags.get("trust_code", False)
+    if kind.trust_flag:
+        flags.pop("trust_code", None)
+    for path in flags.pop("config", []):
+        table = load_toml(path, "--config ")
+        settings = from_table(table, settings, path)
+        require_trust({n: v for n, v in table.items() if n not in flags}, path, trust_code)
+    settings = from_table(flags, settings)
+    for field in dataclasses.fields(settings):
+        if field.metadata["required"] and not getattr(settings, field.name):
+            raise UsageError(f"{name} needs {field.name.upper()}: {field.metadata['help']}")
+    check_settings(settings)
+    return settings
 
-    Strings are written as in JSON, except for surrogates and DEL.
-    """
-    if isinstance(value, float):
-        return repr(value)  # valid TOML, also for inf and nan
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+def _unknown(name: str, kind: type[Settings], words: Sequence[str], stray: str) -> UsageError:
+    """Return the error to raise for a word that no option of a subcommand takes."""
+    given, types = stray.partition("=")[0], types_of(kind)
+    if given.startswith("-"):
+        hint = did_you_mean(given, map(flag_of, types), kind.elsewhere)
+        if kind.usage and "--" not in words:
+            hint = f": options of the command come after --, as in {name} {kind.usage}"
+        return UsageError(f"unknown option {given!r}{hint}")
+    flag, value = ["", "", *words][words.index(stray) :][:2]
+    lists = [flag_of(name) for name, type_ in types.items() if issubclass(type_.kind, List)]
+    hint = f"; separate by commas: {flag} '{value},{stray}'" if flag in lists else ""
+    return UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}{hint}")
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help formatter with room for the flags, which breaks no line within a flag."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that reports errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError instead of printing the usage and exiting."""
+        raise UsageError(message.removeprefix("argument "))
+
+
+def make_parser(name: str, summary: str, kind: type[Settings]) -> Parser:
+    """Build the parser of one subcommand, whose result holds the texts that are given."""
+    fields, words = dataclasses.fields(kind), []
+    for field in fields:
+        if field.metadata["positional"]:
+            word = field.name.upper()
+            words.append(word if field.metadata["required"] else f"[{word}]")
+    parser = Parser(
+        prog=f"hpctrain {name}",
+        usage=f"hpctrain {name} {kind.usage or ' '.join([*words, '[options]'])}",
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        allow_abbrev=False,
+        formatter_class=Formatter,
+    )
+    group: Any = parser
+    for field in fields:
+        if heading := field.metadata["group"]:
+            group = parser.add_argument_group(heading)
+        _add_option(group, field, types_of(kind)[field.name])
+    if kind.trust_flag:
+        parser.add_argument("--trust-code", action="store_true", default=SUPPRESS, help=TRUST_CODE)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=SUPPRESS,
+        help="read options from a TOML file of keys such as batch_size = 64; flags win",
+    )
+    return parser
+
+
+def _add_option(group: Any, field: dataclasses.Field, type_: Type) -> None:
+    """Add an option to the parser, which leaves its text as it is."""
+    name, text = flag_of(field.name), field.metadata["help"]
+    if field.default is True:
+        text += " (default: on)"
+    elif field.default is not False and field.default not in (None, ()):
+        text += f" (default: {field.default})"
+    arguments: dict[str, Any] = {"help": text.replace("%", "%%"), "default": SUPPRESS}
+    metavar = METAVARS.get(type_.kind, "TEXT")
+    if type_.choices:
+        metavar = f"{{{','.join(map(str, type_.choices))}}}"
+    if type_.kind is bool:
+        arguments["action"] = argparse.BooleanOptionalAction
+    elif field.metadata["positional"]:
+        name = field.name
+        arguments |= {"nargs": "*" if type_.many else "?", "metavar": name.upper()}
+    else:
+        arguments["metavar"] = metavar
+    group.add_argument(name, **arguments)

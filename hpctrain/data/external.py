@@ -26,8 +26,8 @@ from itertools import chain
 import h5py
 import numpy as np
 
-from hpctrain.config import split_shares
-from hpctrain.data.draws import Shares, assign, check_splits, cut, shuffled
+from hpctrain.config import Shares
+from hpctrain.data.draws import assign, check_splits, cut, shuffled
 from hpctrain.data.pack import ALIASES, LAYOUTS, SPLITS, External, Pack, SplitInfo, Stored
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.split import NOT_FINITE, File, Split, as_bytes
@@ -354,7 +354,7 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
     everything, block_rows = np.arange(len(labels)), pack.block_rows
     if split:
         return {split: _in_random_order(everything, block_rows, how.seed, split)}
-    shares = split_shares(how.split or DEFAULT_SPLIT)
+    shares = Shares(how.split or DEFAULT_SPLIT)
     if block_rows:
         splits = _assign_blocks(labels, shares, block_rows, how.seed)
         way = f", drawn in blocks of {block_rows:,} images"

@@ -15,16 +15,14 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config
-from hpctrain.config.imports import own_functions, require_trust
-from hpctrain.config.others import EVALUATION_ROWS
+from hpctrain.config import Config, require_trust
 from hpctrain.data.loader import Prepare, make_prepare
 from hpctrain.data.pack import Pack
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import place
-from hpctrain.plan import Plan
+from hpctrain.plan import EVALUATION_ROWS, Plan
 from hpctrain.report.find import SWEEP_FILE, best_file, best_run, best_steps, propose_run
 from hpctrain.text import say
 from hpctrain.typed import typed
@@ -76,14 +74,12 @@ class Saved:
         return bool(self.metadata.get("provenance", {}).get("fit") == "crop")
 
 
-def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
+def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
     """Find the .safetensors file of a run by its name or folder, or given as a file.
 
     With `best`, `target` is a sweep, and the file is that of its best run, which is printed. Raises
     UsageError if there is none.
     """
-    if target is None:
-        raise UsageError("name a run or a .safetensors file")
     for path in (Path(runs_dir) / target, Path(target)):
         if (path / SWEEP_FILE).is_file():
             if not best:
@@ -130,7 +126,7 @@ def restore(path: Path, trust_code: bool = False) -> Saved:
         )
     except ValueError as error:
         raise UsageError(f"{path}: its metadata are corrupt, {error}") from error
-    require_trust(own_functions({"model": name}).values(), path, trust_code)
+    require_trust({"model": name}, path, trust_code)
     with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
         network = build(name, shape, len(classes), metadata.get("small_stem", False))
     load_weights(network, state, path)

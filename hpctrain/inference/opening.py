@@ -12,7 +12,6 @@ from hpctrain.config import (
     EvaluateConfig,
     NetworkConfig,
     PredictConfig,
-    check_settings,
     require_trust,
 )
 from hpctrain.data.loader import read_samples
@@ -34,7 +33,6 @@ CHECKED_ROWS = 32
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
     """Load the network that the settings name onto this rank's device. Collective."""
-    on_root(comm, check_settings, settings)
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
     device = open_device(comm, settings.device)
     torch.set_num_threads(settings.threads or fair_threads(comm))  # launchers set 1 or all cores
@@ -53,9 +51,10 @@ def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Co
     saved = network.saved
     loss = settings.loss or saved.metadata.get("own_loss")
     metric = settings.metric or saved.metadata.get("own_metric")
-    named = [own for own in (loss, metric) if own and own not in (settings.loss, settings.metric)]
-    on_root(comm, require_trust, named, saved.path, settings.trust_code)
+    named = {"loss": loss if loss != settings.loss else None}
+    named["metric"] = metric if metric != settings.metric else None
     with on_all(comm):
+        require_trust(named, saved.path, settings.trust_code)
         own = import_functions(loss, metric)
     task = replace(network.task, own=own)
     key = random_key("own functions")

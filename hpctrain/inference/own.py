@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.config.imports import Imported, import_function
+from hpctrain.config.functions import Imported, import_function
 from hpctrain.data.loader import Prepare
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.imports import Imported
+from hpctrain.config.functions import Imported
 from hpctrain.errors import UsageError
 from hpctrain.inference.own import augment_by, call, read_loss, read_metric, refuse_names
 from hpctrain.inference.tasks import Task, network_output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 from torch import nn
 
 from hpctrain.cluster import launched_local_rank
-from hpctrain.config import Config
-from hpctrain.config.imports import own_functions, require_trust
+from hpctrain.config import Config, from_table, load_toml, require_trust
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.blocks import classify_blocks, describe_unusable
 from hpctrain.inference.image_files import open_images
@@ -25,7 +23,6 @@ from hpctrain.models import evaluating
 from hpctrain.parallel.device import choose_device, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.tables import answer_columns
-from hpctrain.typed import from_fields
 
 
 def load(
@@ -115,11 +112,8 @@ class TrainedNetwork:
         path = self.path.with_name(SETTINGS_FILE)
         if not path.is_file():
             return None
-        try:
-            config = from_fields(Config, tomllib.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
-        require_trust(own_functions(vars(config)).values(), path, self._trust_code)
+        config = from_table(load_toml(str(path)), Config(), str(path))
+        require_trust(vars(config), path, self._trust_code)
         return config
 
     def preprocess(self, images: Any) -> torch.Tensor:

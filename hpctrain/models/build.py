@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.config.imports import Imported, import_function, is_of_timm, one_line
+from hpctrain.config.functions import Imported, import_function, is_of_timm, one_line
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import Autoencoder, DigitsNet
@@ -71,7 +71,12 @@ def call(own: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.M
     """Call the user's function. Raises UsageError unless it returns a module with parameters."""
     given = {"image_shape": image_shape, "classes": classes}
     own.check_arguments("function(image_shape=(H, W, C), classes=K)", **given)
-    model = own.call(lambda: own.function(**given))
+    try:
+        model = own.function(**given)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise own.failure(error) from error
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         raise UsageError(f"{own.setting} must return a torch.nn.Module, not {kind}")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.imports import one_line
+from hpctrain.config.functions import one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.build import own_input
 from hpctrain.models.weights import COUNTER, is_torch_file, load_weights, read_model

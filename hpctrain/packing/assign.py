@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from hpctrain.config import PackConfig, fold_number, split_shares
+from hpctrain.config import Fold, PackConfig
 from hpctrain.data.draws import check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS
 from hpctrain.errors import UsageError
@@ -32,10 +32,14 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     labels, together = source.labels, source.duplicate_of
     if is_grouped := bool((source.groups >= 0).any()):
         together = merge_groups(together, source.groups)
-    shares, splits, way = split_shares(config.split), source.splits.astype(np.int32), ""
+    shares: tuple[Fraction, ...] = config.split
+    splits, way = source.splits.astype(np.int32), ""
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
     if config.fold:
-        wanted, way = [_hold_out(source, splits, together, config)], f" by --fold {config.fold}"
+        wanted, way = (
+            [_hold_out(source, splits, together, config.fold, config.seed)],
+            f" by --fold {config.fold}",
+        )
     elif (splits > TRAIN).any():
         wanted = []
     else:  # a source with only train does not give splits
@@ -56,7 +60,9 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     return {name: shuffled(of, config.seed, "pack order", name) for name, of in used}
 
 
-def _hold_out(source: Source, splits: np.ndarray, together: np.ndarray, config: PackConfig) -> str:
+def _hold_out(
+    source: Source, splits: np.ndarray, together: np.ndarray, fold: Fold, seed: int
+) -> str:
     """Hold out fold K of N in `splits` (N,): as test, or as validation if the source gives test.
 
     Every image, except those of a given test, is in one of the N folds, which are stratified and
@@ -65,9 +71,9 @@ def _hold_out(source: Source, splits: np.ndarray, together: np.ndarray, config: 
     """
     if (splits == VALIDATION).any():
         raise UsageError("--fold is for sources that do not give a validation split, as this does")
-    number, count = fold_number(config.fold or "")
+    number, count = fold
     held_out = VALIDATION if (splits == TEST).any() else TEST
-    rows = shuffled(np.flatnonzero(splits != TEST), config.seed, "pack split")
+    rows = shuffled(np.flatnonzero(splits != TEST), seed, "pack split")
     folds = _draw(source.labels[rows], together[rows], (Fraction(1, count),) * count, True)
     splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
     return SPLITS[held_out]

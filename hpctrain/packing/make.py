@@ -31,7 +31,7 @@ import PIL
 from rich.table import Column, Table
 
 import hpctrain
-from hpctrain.config import PackConfig, check_settings, image_size, split_shares
+from hpctrain.config import PackConfig, Size
 from hpctrain.data.digits import generate
 from hpctrain.data.draws import assign, shuffled
 from hpctrain.data.images import BadImage, Fit, probe
@@ -49,7 +49,7 @@ from hpctrain.report.console import make_console
 from hpctrain.text import bytes_text, counted, say
 
 ARCHIVE = r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$"
-FLOWERS_SIZE = "100x100"
+FLOWERS_SIZE = Size("100x100")
 MIN_IMAGES_PER_JOB = 16
 IMAGES_PER_TASK = 64  # that are read; fewer are decoded
 TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so many, at most so large
@@ -100,7 +100,6 @@ def make_pack(config: PackConfig) -> Path:
     Raises UsageError if the source or the settings cannot be used, RunError if the disk is full.
     After an error or an interruption, no file exists under the pack's name.
     """
-    check_settings(config)
     if config.source is None:
         raise UsageError("nothing to pack: give a folder, .tgz, .zip, .csv, flowers or digits")
     output = output_path(config, config.source)
@@ -137,10 +136,10 @@ def pack_digits(config: PackConfig, output: Path) -> None:
     note(f"drawing the digits for {output} ...")
     splits, classes, provenance = generate(config.seed)
     if config.split != PackConfig.split:
-        provenance["split"] = config.split
+        provenance["split"] = str(config.split)
         made = splits.pop("train"), splits.pop("test")
         images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
-        drawn = assign(labels, split_shares(config.split), config.seed)
+        drawn = assign(labels, config.split, config.seed)
         for number in np.unique(drawn).tolist():
             name, rows = SPLITS[number], np.flatnonzero(drawn == number)
             rows = shuffled(rows, config.seed, "pack order", name)
@@ -180,8 +179,8 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     there are 3 channels if any image has colour. Raises UsageError if no image can be read, or if
     sizes differ.
     """
-    text = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
-    size, channels, first, colour = image_size(text) if text else None, config.channels, "", False
+    size = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
+    channels, first, colour = config.channels, "", False
     if config.crop and not size:
         raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
     exact = not size
@@ -300,8 +299,8 @@ def provenance(
         "fit": "crop" if fit.crop else "stretch" if is_sized else "as is",
         "channels": fit.channels,
         "split_by": source.split_by if (source.splits > TRAIN).any() else "seed",
-        "split": config.split,
-        "fold": config.fold or "",
+        "split": str(config.split),
+        "fold": str(config.fold or ""),
         "seed": config.seed,
         "groups": len(np.unique(source.groups[source.groups >= 0])),
         "hpctrain": hpctrain.__version__,

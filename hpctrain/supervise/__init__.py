@@ -27,7 +27,7 @@ from pathlib import Path
 
 from hpctrain import launch
 from hpctrain.cluster import LEFT
-from hpctrain.config import Config, SuperviseConfig, duration
+from hpctrain.config import Config, SuperviseConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
 from hpctrain.report.history import History, Outcome
@@ -126,11 +126,9 @@ class Supervisor:
         self._words, self._config, self._max_failures = words, config, max_failures
         self._allocation, self._signals = allocation, signals
         self._folder = Path(config.runs_dir) / str(config.run)
-        self._timeout = (
-            duration(config.hang_timeout, "--hang-timeout") + IMPORTS
-        )  # as in the watchdog
+        self._timeout = config.hang_timeout + IMPORTS  # as in the watchdog
         limit = config.time_limit
-        self._deadline = time.monotonic() + duration(limit, "--time-limit") if limit else None
+        self._deadline = time.monotonic() + limit if limit else None
         self._number = 0  # of the launch
         self._saved_before = newest_step(self._folder)
 

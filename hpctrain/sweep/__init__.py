@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hpctrain.config import SweepConfig, own_functions, require_trust
+from hpctrain.config import SweepConfig, require_trust
 from hpctrain.errors import UsageError
 from hpctrain.sweep.display import SweepDisplay, counts
 from hpctrain.sweep.driver import Driver
@@ -56,8 +56,8 @@ def main(settings: SweepConfig) -> int:
     if not is_new and not left:
         display.line(f"{folder} has ended: {counts(results)}")
         return int(any(result.status == FAILED for result in results))
-    named = [own for n in sweep.networks for own in own_functions(vars(n.config)).values()]
-    require_trust(named, file, settings.trust_code)
+    for network in sweep.networks:
+        require_trust(vars(network.config), file, settings.trust_code)
     check_data(sweep)
     lock = take_lock(folder)
     try:
@@ -140,7 +140,7 @@ def preview(folder: Path, sweep: Sweep, machine: Machine, display: SweepDisplay)
     for head in ("network", *sweep.differing):
         table.add_column(head, overflow="fold")
     for network in sweep.networks:
-        values = [getattr(network.config, name) for name in sweep.differing]
+        values = [network.config.table()[name] for name in sweep.differing]
         table.add_row(network.name, *("" if value is None else str(value) for value in values))
     display.console.print(table)
     count = len(sweep.networks)

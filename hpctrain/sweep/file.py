@@ -12,7 +12,6 @@ model = "mynets:wide"
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -20,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import Config, check_settings, load_toml, read_table
+from hpctrain.config import Config, check_settings, from_table, load_toml
 from hpctrain.errors import UsageError, did_you_mean
 
 MOST = 10_000  # networks
 LONGEST_NAME = 80  # characters
 TABLES = ("base", "grid", "variant")
 OWNED = ("run", "runs_dir", "resume", "progress", "dry_run")  # set by the sweep itself
-Settings = dict[str, Any]
+Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,21 @@ def read_sweep(path: Path) -> Sweep:
         if not isinstance(content, list if key == "variant" else dict):
             header = "[[variant]]" if key == "variant" else f"[{key}]"
             raise UsageError(f"{path}: {key} must be a table, {header}")
-    base = _settings(tables.get("base", {}), path, "[base]")
-    given: list[tuple[str | None, Settings]] = [
-        (None, point) for point in _grid(tables.get("grid"), path)
-    ]
+    base = _settings(tables.get("base", {}), Config(), f"{path}, [base]")
+    points = _grid(tables.get("grid"), path)
+    given: list[tuple[str, str, Table]] = [("", "[grid]", point) for point in points]
     for number, (name, table) in enumerate(_variants(tables.get("variant", []), path), start=1):
-        given.append((name, _settings(table, path, f"[[variant]] {name or number}")))
+        given.append((name or "", f"[[variant]] {name or number}", table))
     if not given:
         raise UsageError(f"{path}: there is no network: give a [grid] or at least one [[variant]]")
     if len(given) > MOST:
         raise UsageError(f"{path}: {len(given):,} networks are more than {MOST:,}")
     networks: dict[Config, SweepNetwork] = {}
     digits = max(2, len(str(len(given))))
-    for number, (name, settings) in enumerate(given, start=1):
+    for number, (name, where, table) in enumerate(given, start=1):
+        config = _settings(table, base, f"{path}, {where}")
+        settings = {key: config.table()[key] for key in table}
         folder = f"{number:0{digits}}-{folder_name(settings, name)}"
-        config = dataclasses.replace(Config(), **base | settings)
         try:
             check_settings(config)
         except UsageError as error:
@@ -82,13 +81,13 @@ def read_sweep(path: Path) -> Sweep:
         if config in networks:
             raise UsageError(f"{path}: {networks[config].name} and {folder} have the same settings")
         networks[config] = SweepNetwork(number, folder, config)
-    differing = dict.fromkeys(key for _, settings in given for key in settings)
+    differing = dict.fromkeys(key for _, _, table in given for key in table)
     return Sweep(tuple(networks.values()), tuple(differing))
 
 
-def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Settings]]:
+def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Table]]:
     """Return the name (or None) and the settings of each variant."""
-    found: list[tuple[str | None, Settings]] = []
+    found: list[tuple[str | None, Table]] = []
     for table in tables:
         if not isinstance(table, dict):
             raise UsageError(f"{path}: each variant must be a table, [[variant]]")
@@ -101,15 +100,14 @@ def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Settings]
     return found
 
 
-def _settings(table: Settings, path: Path, where: str) -> Settings:
-    """Return the settings of a table. Raises UsageError if one is unknown or of a wrong type."""
-    place = f"{path}, {where}"
+def _settings(table: Table, base: Config, place: str) -> Config:
+    """Return `base` with the settings of a table. Raises UsageError if one is unknown or wrong."""
     if owned := [key for key in table if key in OWNED]:
         raise UsageError(f"{place}: {owned[0]} is set by the sweep itself")
-    return read_table(table, Config, place)
+    return from_table(table, base, place)
 
 
-def _grid(table: Settings | None, path: Path) -> list[Settings]:
+def _grid(table: Table | None, path: Path) -> list[Table]:
     """Return all combinations, in which the last setting varies fastest; empty without a grid."""
     if table is None:
         return []
@@ -120,14 +118,11 @@ def _grid(table: Settings | None, path: Path) -> list[Settings]:
             raise UsageError(f"{path}, [grid]: {key} must be a list of values, not {values}")
     if (count := math.prod(map(len, table.values()))) > MOST:
         raise UsageError(f"{path}: {count:,} combinations are more than {MOST:,}")
-    axes = [
-        [_settings({key: value}, path, "[grid]")[key] for value in values]
-        for key, values in table.items()
-    ]
-    return [dict(zip(table, point, strict=True)) for point in itertools.product(*axes)]
+    points = itertools.product(*table.values())
+    return [dict(zip(table, point, strict=True)) for point in points]
 
 
-def folder_name(settings: Settings, name: str | None) -> str:
+def folder_name(settings: Table, name: str) -> str:
     """Return the name of a network, else its settings as "optimizer=adam,lr=0.01".
 
     The result has only characters that need no quoting in a shell.

@@ -13,14 +13,13 @@ it: that a network was killed (failed, with the reason).
 from __future__ import annotations
 
 import csv
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.config import Config, SweepConfig, toml_value
+from hpctrain.config import SweepConfig, to_toml
 from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
@@ -101,7 +100,7 @@ def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> N
     lines: list[list[object]] = [[*header]]
     for result in results:
         history, network = result.history, result.network
-        differing = [getattr(network.config, name) for name in sweep.differing]
+        differing = [network.config.table()[name] for name in sweep.differing]
         line = [network.name, result.status, result.reason, *differing, *result.metrics()]
         lines.append([*line, history.completed, round(history.seconds, 1)])
     path = folder / RESULTS_FILE
@@ -111,8 +110,6 @@ def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> N
 
 def find_sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
     """Return the sweep's file, and its folder if that was named. Raises UsageError."""
-    if settings.file is None:
-        raise UsageError("sweep what? Name a TOML file of networks")
     path = Path(settings.file)
     if path.is_file():
         return path, None
@@ -178,8 +175,4 @@ def network_toml(network: SweepNetwork, folder: Path, runs_dir: str) -> str:
     init = network.config.init
     if init is not None and (Path(runs_dir) / init).exists():
         own["init"] = str(Path(runs_dir) / init)
-    for field in dataclasses.fields(Config):
-        value = getattr(network.config, field.name)
-        if value != field.default:
-            own.setdefault(field.name, value)
-    return "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items())
+    return to_toml(own | {n: v for n, v in network.config.changed().items() if n not in own})

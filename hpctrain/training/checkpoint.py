@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpctrain.config import Interval
+from hpctrain.config import Every
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import sync
@@ -53,7 +53,7 @@ class Writer:
     passes the folder of the run. All other ranks pass None, and nothing is written.
     """
 
-    def __init__(self, run: Path | None, interval: Interval, keep: int, best: str = "") -> None:
+    def __init__(self, run: Path | None, interval: Every, keep: int, best: str = "") -> None:
         """`best` is the SHA-256 of the best network, if an earlier launch has written one."""
         self._run, self.interval, self._keep, self._best = run, interval, keep, best
         self._saved = time.monotonic()  # time of the last checkpoint

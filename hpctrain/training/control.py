@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from hpctrain.cluster import job_end, received_signal
-from hpctrain.config import Config, duration
+from hpctrain.config import Config
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.files import writing
@@ -127,7 +127,7 @@ def find_deadline(config: Config) -> tuple[float | None, str]:
     It is that of --time-limit, from now, or the end of the job, for which the scheduler is asked
     (rank 0).
     """
-    ends = [time.time() + duration(config.time_limit, "--time-limit")] if config.time_limit else []
+    ends = [time.time() + config.time_limit] if config.time_limit else []
     note = ""
     try:
         if (job := job_end()) is not None:

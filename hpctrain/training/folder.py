@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain import __version__
-from hpctrain.config import Config, to_toml
+from hpctrain.config import Config, from_table, to_toml
 from hpctrain.config.option import flag_of
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
@@ -35,7 +35,7 @@ from hpctrain.text import counted
 from hpctrain.training.checkpoint import Checkpoint, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.run import NOTHING, Progress, Run, read_on_all
-from hpctrain.typed import from_fields, parse_json
+from hpctrain.typed import parse_json
 from hpctrain.watchdog import HEARTBEATS
 
 
@@ -89,7 +89,10 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
 
 def write_settings(run: Run, folder: Path) -> None:
     """Write the configuration and the plan. Raises OSError."""
-    for name, text in (("config.toml", to_toml(run.config)), ("plan.json", run.plan.to_json())):
+    for name, text in (
+        ("config.toml", to_toml(run.config.table())),
+        ("plan.json", run.plan.to_json()),
+    ):
         write_whole(folder / name, text.rstrip() + "\n")
 
 
@@ -157,8 +160,8 @@ def run_facts(run: Run) -> dict[str, object]:
     """
     given = {
         name: value
-        for name, value in dataclasses.asdict(run.config).items()
-        if value != getattr(Config, name) and name not in FREE - {"data", "epochs"}
+        for name, value in run.config.changed().items()
+        if name not in FREE - {"data", "epochs"}
     }
     cores: dict[str, list[set[int]]] = {}  # of each rank, by host
     for host, allowed in allgather(run.comm, (socket.gethostname(), os.sched_getaffinity(0))):
@@ -264,7 +267,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     """
     path = folder / "config.toml"
     try:
-        config = from_fields(Config, tomllib.loads(path.read_text()))
+        config = from_table(tomllib.loads(path.read_text()), Config())
         path = folder / "plan.json"
         return config, read_plan(parse_json(path.read_bytes()))
     except FileNotFoundError as error:
@@ -273,7 +276,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
             f" with --run. If {path.name} was removed, the same command on as many ranks writes it"
             " anew in the folder of that name: copy it back"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UsageError) as error:
         raise UsageError(
             f"{folder} cannot be continued, its {path.name} is corrupt ({error}): choose another"
             " name with --run"

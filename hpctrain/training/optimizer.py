@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hpctrain.config import Config, learning_rate_factors, patterns
+from hpctrain.config import Config, Patterns
 from hpctrain.errors import UsageError
 from hpctrain.parallel.message import Group
 from hpctrain.plan import Plan
@@ -114,24 +114,24 @@ def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
     return norm
 
 
-def freeze(model: nn.Module, names: str | None) -> str:
+def freeze(model: nn.Module, patterns: Patterns | None) -> str:
     """Freeze what the patterns of --freeze match, and return a note on it; "" without patterns.
 
     A batch-norm layer whose running statistics match is in evaluation mode from then on: it
     normalises with them and does not change them. Raises UsageError if a pattern matches nothing,
     or if nothing remains to be trained.
     """
-    if names is None:
+    if patterns is None:
         return ""
     first = first_names(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     known = [*dict.fromkeys([*model.state_dict(), *first])]
-    found = set().union(*(select("--freeze", each, known) for each in patterns(names, "--freeze")))
+    found = set().union(*(select("--freeze", each, known) for each in patterns))
     matched = {first.get(name, name) for name in found}
     frozen = [parameter for name, parameter in trained.items() if name in matched]
     if len(frozen) == len(trained):
         last = [*trained][-1].rpartition(".")[0]
-        raise UsageError(f"--freeze {names}: it freezes all parameters; leave out {last}, say")
+        raise UsageError(f"--freeze {patterns}: it freezes all parameters; leave out {last}, say")
     for parameter in frozen:
         parameter.requires_grad_(False)
     for name, module in model.named_modules():
@@ -151,10 +151,10 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
     """
     first = first_names(model)
     scales = dict.fromkeys(first.values(), 1.0)
-    for pattern, factor in learning_rate_factors(config.lr_factors) if config.lr_factors else ():
+    for pattern, factor in config.lr_factors or ():
         scales |= {first[name]: factor for name in select("--lr-factors", pattern, [*first])}
     undecayed: set[str] = set()
-    for pattern in patterns(config.no_decay, "--no-decay") if config.no_decay else ():
+    for pattern in config.no_decay or ():
         if pattern == "norm":  # all parameters of normalization layers, torch's own and others
             undecayed |= {
                 f"{prefix}.{name}".lstrip(".")

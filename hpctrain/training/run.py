@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpctrain.config import Config, Interval
+from hpctrain.config import Config
 from hpctrain.data.loader import Loader, Prepare
 from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
@@ -122,7 +122,6 @@ class Run:
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
-    validations: Interval
     choices: dict[str, object]  # the transport and the initial weights, for the record
     notes: list[str]  # on these choices, for the user
     progress: Progress = field(default_factory=Progress)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.config import Config, byte_count, validation_interval, worker_loads
-from hpctrain.config.option import class_weights
+from hpctrain.config import ClassWeights, Config, Every
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
@@ -90,7 +89,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     resolved = {"precision": precision, "class_weights": weights}
     with on_all(comm):
         own = import_functions(config.loss, config.metric)
-        task = make_task({**dataclasses.asdict(config), **resolved}, len(pack.classes), like, own)
+        task = make_task({**vars(config), **resolved}, len(pack.classes), like, own)
         scaling, why = choose_scaling(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
     prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
@@ -114,7 +113,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     )
     plan = on_root(comm, lambda: extend(begun, config, facts) if begun else resolve(config, facts))
     with on_all(comm):
-        runs = assign_shards(plan.shards, comm.size, worker_loads(config.worker_load))
+        runs = assign_shards(plan.shards, comm.size, config.worker_load or ())
 
     # Message, reduction and optimizer
     norms.start(probe)
@@ -136,9 +135,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         rows, key = np.arange(min(FIRST_ROWS, len(train))), random_key("own functions")
         on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
         augmented = with_augment(function, augmented)
-    options = ReadOptions(
-        byte_count(config.read_buffer, "--read-buffer"), config.random_crop, device
-    )
+    options = ReadOptions(config.read_buffer, config.random_crop, device)
     texts = sharing, init, why, frozen, kept, images_note(pack)
     return Run(
         config=config,
@@ -152,7 +149,6 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         trainer=trainer,
         loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
         prepare=prepare,
-        validations=validation_interval(config.validate_every),
         choices={
             "transport": choice.name,
             "transport_reason": choice.reason,
@@ -170,7 +166,7 @@ def find_pack(config: Config) -> Pack:
 
         blocks = None if config.shuffle == "blocks" else 0
         names = config.images, config.labels, config.layout
-        options = External(*names, config.split, config.seed, blocks, config.max_value)
+        options = External(*names, config.table()["split"], config.seed, blocks, config.max_value)
         return read_external(path, options)
     pack = read_pack(path)
     require_split(pack, "train")
@@ -187,7 +183,7 @@ def check_data(config: Config, pack: Pack) -> None:
         raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
     require_validation("--final best", config.final == "best", pack)
     require_validation("--patience", config.patience, pack)
-    every = config.validate_every not in (Config.validate_every, "0")
+    every = config.validate_every not in (Config.validate_every, Every("0"))
     require_validation("--validate-every", every, pack)
 
 
@@ -201,26 +197,25 @@ def require_validation(flag: str, given: object, pack: Pack) -> None:
         )
 
 
-def find_class_weights(given: str | None, train: Split) -> tuple[float, ...]:
+def find_class_weights(given: ClassWeights | None, train: Split) -> tuple[float, ...]:
     """Return the weight of each class that --class-weights asks for, () without it.
 
-    `given` is "balanced", for n / (K n_c) as in scikit-learn, with n_c of n training samples in
-    class c of K; or numbers in the order of the classes. Raises UsageError.
+    "balanced" stands for n / (K n_c) as in scikit-learn, with n_c of n training samples in class c
+    of K. Raises UsageError.
     """
     if given is None:
         return ()
     classes, setting = train.pack.classes, f"--class-weights {brief(given)}"
-    if given == "balanced":
+    if not given:  # balanced
         counts = train.count_classes()
         if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
             none = f"no training image is of class {listed(empty, 3)}"
             raise UsageError(f"{setting}: {none}; give a number for each class")
         return tuple((counts.sum() / (len(classes) * counts)).tolist())
-    weights = class_weights(given)
-    if len(weights) != len(classes):
-        has = f"{len(weights)} weights for {len(classes)} classes, {listed(classes)}"
+    if len(given) != len(classes):
+        has = f"{len(given)} weights for {len(classes)} classes, {listed(classes)}"
         raise UsageError(f"{setting}: {has}")
-    return weights
+    return tuple(given)
 
 
 def make_model(

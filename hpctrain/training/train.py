@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.cluster import LEFT
-from hpctrain.config import Config, check_settings, checkpoint_interval
+from hpctrain.config import Config, check_settings
 from hpctrain.errors import RunError
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.models import read_model
@@ -126,13 +126,12 @@ def train(run: Run, earlier: PreviousLaunch | None) -> TrainingResult:
         if watchdog := current():
             watchdog.keep_in(run.folder / HEARTBEATS)
     mine = run.folder if comm.rank == 0 else None
-    every = checkpoint_interval(config.checkpoint_every)
     best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
     with (
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, first) as run.recorder,
         run.control,
-        Writer(mine, every, config.keep_checkpoints, best) as run.writer,
+        Writer(mine, config.checkpoint_every, config.keep_checkpoints, best) as run.writer,
     ):
         run.recorder.write("run", **folder.run_facts(run))
         for note in run.notes:

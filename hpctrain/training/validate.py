@@ -25,7 +25,7 @@ def validation_due(run: Run, step: int) -> bool:
     """Whether a validation follows this step."""
     if "validation" not in run.pack.splits:
         return False
-    return run.validations.follows(step, run.plan.steps_per_epoch)
+    return run.config.validate_every.follows(step, run.plan.steps_per_epoch)
 
 
 def validate(run: Run) -> None:

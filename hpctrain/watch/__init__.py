@@ -23,8 +23,6 @@ def main(settings: WatchConfig) -> int:
     """
     if settings.once and settings.web:
         raise UsageError("--once and --web exclude each other")
-    if settings.port and not settings.web:
-        raise UsageError("--port goes with --web")
     named = settings.targets or all_names(settings.runs_dir)
     if not named:
         raise UsageError(f"there is no run in {settings.runs_dir}")

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from hpctrain.config import PackConfig
+from hpctrain.config import PackConfig, Shares, Size
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
 from hpctrain.data.images import Fit, decode
@@ -108,7 +108,8 @@ def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:
     """
     write_images(folder / "files", FILES)
     images = source or str(folder / "files")
-    settings = PackConfig(images, size=f"{SIDE}x{SIDE}", split="1", output=str(folder / "once.h5"))
+    size, split = Size(f"{SIDE}x{SIDE}"), Shares("1")
+    settings = PackConfig(images, size=size, split=split, output=str(folder / "once.h5"))
     once = read_pack(make_pack(settings))
     settings = replace(settings, output=str(folder / "jpeg.h5"), encoding="jpeg")
     jpeg = read_pack(make_pack(settings))

@@ -94,7 +94,7 @@ class Launches(Runs):
 
     def go_on(self, config: Config) -> Outcome | None:
         toml = self.folder / "settings.toml"
-        toml.write_text(to_toml(config))
+        toml.write_text(to_toml(config.table()))
         words = [sys.executable, "-m", "hpctrain", "--config", str(toml)]
         job = Job([mpirun(), "-n", "2", *words], cwd=self.folder)
         try:
@@ -220,8 +220,8 @@ class Settings(Surface):
     def make_cases(self) -> Sequence[Case]:
         make_pack(self.folder / "pack.h5")
         texts = {
-            "train": to_toml(run_settings(self.folder, epochs=1)),
-            "pack": to_toml(PackConfig("images", size="9x7", output="x.h5")),
+            "train": to_toml(run_settings(self.folder, epochs=1).table()),
+            "pack": to_toml(PackConfig("images", size="9x7", output="x.h5").table()),
             "predict": PREDICT,
             "sweep": SWEEP.strip(),
         }

@@ -55,8 +55,8 @@ def test_values_of_files_are_those_of_the_command_line_and_the_last_file_wins(pl
     (place / "b.toml").write_text("seed = 4\n")
 
     found = settings_of(place, "--config", "a.toml", "--config", "b.toml")
-    assert (found.lr, type(found.lr), found.validate_every) == (1.0, float, "0")
-    assert (found.time_limit, found.keep_checkpoints, found.seed) == ("02:30:00", 3, 4)
+    assert (found.lr, type(found.lr), str(found.validate_every)) == (1.0, float, "0")
+    assert (str(found.time_limit), found.keep_checkpoints, found.seed) == ("02:30:00", 3, 4)
 
 
 @pytest.mark.parametrize("name", ['odd "name"', "caf\u00e9 \U0001f600", "a'b\\c;$(id)"])

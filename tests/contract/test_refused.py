@@ -189,7 +189,7 @@ SWEEPS = {
     "[grid]\nlr = ['much']": "grid --lr much",
     "[grid]\nlr = [[1, 2]]": "grid lr",
     "[grid]\noptimizer = ['lion']": "--optimizer lion",
-    "[grid]\nlr = [-1.0]": "01-lr=-1 --lr -1",
+    "[grid]\nlr = [-1.0]": "grid --lr -1",
     "[grid]\nlr = [1]\n[base]\nrun = 'a'": "base run",
     "[grid]\nruns_dir = ['a']": "grid runs_dir",
     "[[variant]]\nname = 3\nlr = 1": "name 3",

@@ -112,7 +112,7 @@ def test_settings_of_python_types_are_those_of_the_command_line(comm, data):
     folder = hp.train(**given).folder
     network = hp.load(folder, trust_code=True)
     assert network.config.model == f"{__name__}:tiny"
-    assert network.config.class_weights == "1,2,3,4,5.5"
+    assert network.config.class_weights == (1, 2, 3, 4, 5.5)
     assert hp.evaluate(folder, trust_code=True, threads=1).rows == ROWS["test"]
     with pytest.raises(hp.UsageError, match=f"{__name__} has no .*lambda"):
         hp.train(**{**given, "model": lambda shape, classes: tiny(shape, classes), "run": "b"})

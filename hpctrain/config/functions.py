@@ -6,20 +6,17 @@ names is imported only with --trust-code: others may have written the file.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import listed
 
-T = TypeVar("T")
 SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
 
 
@@ -30,20 +27,8 @@ class Imported(NamedTuple):
     function: Callable[..., Any]
     source: str  # the file of its module
 
-    def call(self, work: Callable[[], T]) -> T:
-        """Return `work()`, which calls the function.
-
-        Raises UsageError if it fails, with the line of the function's file that raised the error.
-        """
-        try:
-            return work()
-        except UsageError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise self.failure(error) from error
-
     def failure(self, error: BaseException) -> UsageError:
-        """Return the error to raise if the function raised `error`."""
+        """Return the error to raise if the function raised `error`, with the line of its file."""
         return UsageError(f"{self.setting} failed: {_cause(error, self.source)}")
 
     def check_arguments(self, form: str, *given: Any, **named: Any) -> None:
@@ -76,44 +61,18 @@ def import_function(name: str, flag: str) -> Imported:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
+        message = f"{setting}: importing {module_name} failed: {_cause(error)}"
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{module_name}.".startswith(f"{absent}."):
             message = f"{setting}: no module {absent}, installed or in {folder}"
-        else:
-            message = f"{setting}: importing {module_name} failed: {_cause(error)}"
         raise UsageError(message) from error
-    source = getattr(module, "__file__", None) or ""
-    if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise UsageError(f"{setting}: {module_name} has no {attribute}{hint}")
-    function = getattr(module, attribute)
+    function = getattr(module, attribute, None)
     if not callable(function):
-        kind = type(function).__name__
-        raise UsageError(f"{setting}: {attribute} is a {kind}, not a function")
-    return Imported(setting, function, source)
-
-
-def as_setting(value: Any) -> Any:
-    """Return a value of a program as the command line takes it.
-
-    A list is "0.2,1", a path a text, and a function or class "package.module:function".
-    """
-    if hasattr(value, "tolist"):  # of NumPy
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    if inspect.isroutine(value) or inspect.isclass(value):
-        return f"{value.__module__}:{value.__qualname__}"
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def own_functions(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return those of `settings`, by name, that name a function of the user's own."""
-    named = {name: settings.get(name) or "" for name in SETTINGS}
-    if is_of_timm(named["model"]):
-        del named["model"]
-    return {name: value for name, value in named.items() if ":" in value}
+        if hasattr(module, attribute):
+            raise UsageError(f"{setting}: {attribute} is a {type(function).__name__}, no function")
+        hint = did_you_mean(attribute, dir(module))
+        raise UsageError(f"{setting}: {module_name} has no {attribute}{hint}")
+    return Imported(setting, function, getattr(module, "__file__", None) or "")
 
 
 def is_of_timm(model: str) -> bool:
@@ -121,9 +80,17 @@ def is_of_timm(model: str) -> bool:
     return model.startswith("timm:")
 
 
-def require_trust(named: Iterable[str], file: str | Path, trust_code: bool) -> None:
-    """Raise UsageError if a file names functions, module:function, without --trust-code."""
-    if not trust_code and (own := dict.fromkeys(named)):
+def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: bool) -> None:
+    """Raise UsageError if settings from a file name functions of one's own, without --trust-code.
+
+    It is called wherever a file names functions: a file of --config, of a sweep, of a run or of a
+    network. A function named on the command line is trusted.
+    """
+    named = {name: str(settings.get(name) or "") for name in SETTINGS}
+    if is_of_timm(named["model"]):
+        del named["model"]
+    own = dict.fromkeys(name for name in named.values() if ":" in name)
+    if own and not trust_code:
         raise UsageError(
             f"{file} names {listed(own)}: a function that a file names is imported only with"
             " --trust-code (in Python, trust_code=True)"
