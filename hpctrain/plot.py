@@ -33,7 +33,7 @@ from hpctrain.report.figures import (
     shortened,
 )
 from hpctrain.report.find import distinct_names, find_run_or_sweep, find_runs
-from hpctrain.report.history import CurvePoint, History, Metrics
+from hpctrain.report.history import History, Metrics, Point
 from hpctrain.text import say
 
 FILE = "training.png"
@@ -183,10 +183,10 @@ def loss_kind(settings: Any, classifies: bool) -> str:
     return "weighted cross-entropy" if given.get("class_weights") else "cross-entropy"
 
 
-def _values(curve: Sequence[CurvePoint], field: str, per_epoch: float) -> np.ndarray:
+def _values(curve: Sequence[Point], field: str, per_epoch: float) -> np.ndarray:
     """Return the epochs and values of a curve, (n, 2)."""
     factor = 100 if field == "accuracy" else 1
-    points = [(point.step / per_epoch, factor * point.mean) for point in curve]
+    points = [(step / per_epoch, factor * mean) for step, mean, *_ in curve]
     return np.array(points, np.float64).reshape(-1, 2)
 
 

@@ -7,13 +7,14 @@ or compare runs read the record through it. How a launch ended is decided here a
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -32,12 +33,15 @@ SAMPLE = 8000  # steps decoded in one pass over a long record, approximately
 STEP_BYTES = 350  # approximate length of a step's line
 NEAR_END = 1 << 16  # bytes at the end of the record in which every step is decoded
 TAIL = 64  # bytes before the position that are compared: each line holds a time
+STEP = b'{"kind": "step"'  # how the line of a step begins
 RECENT = 50  # steps over which speeds and shares are computed
 MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 MOST_NOTES = 5  # kept in a history
 STATUSES = ("done", "stopped", "preempted", "failed")
+COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if each.type is int}
 
 Table = dict[str, "np.ndarray"]  # columns by name
+Point = tuple[float, float, float, float]  # of a curve: step, and mean, min, max of the values
 
 
 class Outcome(NamedTuple):
@@ -64,15 +68,6 @@ class Metrics(NamedTuple):
 UNKNOWN = Metrics()
 
 
-class CurvePoint(NamedTuple):
-    """One or more neighbouring steps: their mean step and value, and the range of the values."""
-
-    step: float
-    mean: float
-    min: float
-    max: float
-
-
 @dataclass
 class Launch:
     """One launch of a run; a run that was resumed has several."""
@@ -93,13 +88,13 @@ class Launch:
 
 
 class Columns:
-    """Records of one kind as columns by name: numbers, NaN for what was not recorded, or texts.
+    """Records as columns by name: numbers, NaN where a record has none, or texts.
 
-    Fields of several parts have a column for each, such as ``seconds_compute``.
+    A field of several parts has a column for each, such as ``seconds_compute``.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.rows, self._fields = 0, FIELDS[kind]
+    def __init__(self) -> None:
+        self.rows = 0
         self._columns: dict[str, Any] = {}  # array("d"), or a list of texts
 
     def add(self, record: Record) -> None:
@@ -116,19 +111,18 @@ class Columns:
 
     def _append(self, name: str, value: Any) -> None:
         if name not in self._columns:
-            is_text = name in self._fields and self._fields[name].type is str
-            self._columns[name] = [] if is_text else array("d")
+            self._columns[name] = [] if isinstance(value, str) else array("d")
         column = self[name]
-        if isinstance(column, list):
-            column.append(value)
-        else:
-            column.append(math.nan if (found := number(value)) is None else found)
+        if isinstance(column, array):
+            value = math.nan if (known := number(value)) is None else known
+        column.append(value)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a column; one that was not recorded is empty."""
+        """Return a column; one that was never recorded is empty."""
         column = self._columns.get(name, array("d"))
-        if (missing := self.rows - len(column)) > 0 and name in self._columns:
-            column.extend([None if isinstance(column, list) else math.nan] * missing)
+        if name in self._columns and len(column) < self.rows:
+            missing = math.nan if isinstance(column, array) else None
+            column.extend([missing] * (self.rows - len(column)))
         return column
 
     def thin(self) -> None:
@@ -141,16 +135,14 @@ class Columns:
         """Return the columns as arrays: times as datetime64[ms], counts as int64 if all known."""
         import numpy as np
 
-        table = {}
-        for name, column in self._columns.items():
-            values, known = np.array(self[name]), self._fields.get(name)
-            if isinstance(column, list):
-                values = values.astype(object)
-            elif name == "time":
-                values = np.round(1000 * values).astype("datetime64[ms]")
-            elif known and known.type is int and not np.isnan(values).any():
-                values = values.astype(np.int64)
-            table[name] = values
+        table = {name: np.array(self[name]) for name in self._columns}
+        for name, values in table.items():
+            if name == "time":
+                table[name] = np.round(1000 * values).astype("datetime64[ms]")
+            elif name in COUNTS and not np.isnan(values).any():
+                table[name] = values.astype(np.int64)
+            elif values.dtype.kind == "U":
+                table[name] = values.astype(object)
         return table
 
 
@@ -170,27 +162,24 @@ class History:
         self.folder, self.path, self._mode = folder, folder / FILE_NAME, steps
         self.version = 0  # incremented with every change
         self.decoded = 0  # lines in total
-        self._unreadable: str | None = None  # why the file cannot be read at present
         self._reset()
 
     def _reset(self) -> None:
+        self.problem: str | None = None  # why the record, or its first corrupt line, is not read
+        self.lost = 0  # corrupt lines
+        self._lines = 0
         self._position = 0  # offset after the last whole line that was read
         self._tail = b""  # the last bytes of that line
-        self._lines = self._step_lines = 0
-        self._corruption: str | None = None  # the error of the first corrupt line
-        self.lost = 0  # corrupt lines
         self.launches = [Launch()]
         self.last: Record = {}  # the last record, of any kind
         self.step: Record = {}  # the last record of kind "step"
-        self.gaps: list[range] = []  # steps missing before the last one, if all steps are read
         self.completed = 0  # epochs
         self.training = UNKNOWN  # means over the last epoch
         self.validations: list[Metrics] = []
         self.evaluated: dict[str, Record] = {}  # the last evaluation of each split
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
-        self._recent: deque[Record] = deque(maxlen=RECENT)
-        self._steps, self._epochs = Columns("step"), Columns("epoch")
-        self._evaluations = Columns("evaluation")
+        self._recent: deque[Record] = deque(maxlen=RECENT)  # steps of this launch with a time
+        self._steps, self._epochs, self._evaluations = Columns(), Columns(), Columns()
 
     @classmethod
     def read(cls, folder: Path, steps: str = "all") -> History:
@@ -201,30 +190,25 @@ class History:
         history = cls(folder, steps)
         history.follow()
         if steps == "all" and (history.problem or not history.path.exists()):
-            missing = f"cannot read {history.path}: No such file or directory"
-            raise UsageError(history.problem or missing)
+            raise UsageError(
+                history.problem or f"cannot read {history.path}: there is no such file"
+            )
         return history
-
-    @property
-    def problem(self) -> str | None:
-        """Why the record, or its first corrupt line, cannot be read."""
-        return self._unreadable or self._corruption
 
     def follow(self) -> bool:
         """Read new lines of the record. Return True if anything changed."""
-        before = (self.version, self.problem)
+        before = self.version
         try:
             # Opened every time, so that an NFS client asks its server for changes.
             with open(self.path, "rb") as file:
-                self._unreadable = None
                 self._read(file)
-        except FileNotFoundError:
-            self._unreadable = None
-            if self._position:
-                self._restart()
         except OSError as error:
-            self._unreadable = f"cannot read {self.path}: {error.strerror}"
-        return (self.version, self.problem) != before
+            is_missing = isinstance(error, FileNotFoundError)
+            problem = None if is_missing else f"cannot read {self.path}: {error.strerror}"
+            if self._position or problem != self.problem:
+                self._restart()
+            self.problem = problem
+        return self.version != before
 
     def _restart(self) -> None:
         self._reset()
@@ -232,7 +216,8 @@ class History:
 
     def _read(self, file: BinaryIO) -> None:
         descriptor, known = file.fileno(), len(self._tail)
-        if os.pread(descriptor, known, self._position - known) != self._tail:
+        is_other = os.pread(descriptor, known, self._position - known) != self._tail
+        if is_other or (self.problem and not self.lost):
             self._restart()
         size, began = os.fstat(descriptor).st_size, self._position
         every = 1 + (size - began) // STEP_BYTES // SAMPLE
@@ -243,25 +228,17 @@ class History:
             self._lines += 1
             self._position += len(line)
             self._tail = line[-TAIL:]
-            if not self._is_skipped(line, every if size - self._position > NEAR_END else 1):
-                self._decode(line)
+            if self._mode != "all" and line.startswith(STEP):
+                near_end = size - self._position < NEAR_END or not self.launch.first_step
+                if self._mode == "none" or (self._lines % every and not near_end):
+                    continue
+            self.decoded += 1
+            try:
+                self._add(parse_line(line, self._lines, self.path))
+            except UsageError as error:  # such as lines lost in a power failure
+                self.lost += 1
+                self.problem = self.problem or str(error)
         self.version += self._position != began
-
-    def _is_skipped(self, line: bytes, every: int) -> bool:
-        """Whether the line is that of a step which is not read; every n-th is."""
-        if self._mode == "all" or not line.startswith(b'{"kind": "step"'):
-            return False
-        self._step_lines += 1
-        is_between = self._step_lines % every and self.launch.first_step
-        return self._mode == "none" or bool(is_between)
-
-    def _decode(self, line: bytes) -> None:
-        self.decoded += 1
-        try:
-            self._add(parse_line(line, self._lines, self.path))
-        except UsageError as error:  # such as lines lost in a power failure
-            self.lost += 1
-            self._corruption = self._corruption or str(error)
 
     def _add(self, record: Record) -> None:
         self.last, now = record, time_of(record)
@@ -273,10 +250,15 @@ class History:
                     self.launches.pop()
                 self.launches.append(Launch(record))
             case "step":
-                self._add_step(record)
+                self.step = record
+                self.launch.first_step = self.launch.first_step or record
+                if (record.get("seconds") or {}).get("total"):
+                    self._recent.append(record)
+                self._steps.add(record)
+                if self._mode == "sampled" and self._steps.rows > 2 * SAMPLE:
+                    self._steps.thin()
             case "epoch":
-                self.completed = max(self.completed, record["epoch"])
-                self.training = metrics_of(record)
+                self.completed, self.training = record["epoch"], metrics_of(record)
                 self._epochs.add(record)
             case "evaluation":
                 if record["split"] == "validation":
@@ -289,16 +271,6 @@ class History:
                 self.launch.end = record
         launch = self.launch
         launch.began, launch.latest = launch.began or now, now or launch.latest
-
-    def _add_step(self, record: Record) -> None:
-        if record["step"] > self.last_step + 1:
-            self.gaps.append(range(self.last_step + 1, record["step"]))
-        self.step = record
-        self.launch.first_step = self.launch.first_step or record
-        self._recent.append(record)
-        self._steps.add(record)
-        if self._mode == "sampled" and self._steps.rows > 2 * SAMPLE:
-            self._steps.thin()
 
     @property
     def steps(self) -> Table:
@@ -321,23 +293,31 @@ class History:
 
     def __repr__(self) -> str:
         """Return the columns and the number of rows of each table."""
-        each = zip(("steps", "epochs", "evaluations"), self, strict=True)
-        rows = [(name, len(next(iter(table.values()), ())), table) for name, table in each]
-        return "\n".join(f"{name}: {counted(n, 'row')} of {', '.join(t)}" for name, n, t in rows)
+        lines = []
+        for name, table in zip(("steps", "epochs", "evaluations"), self, strict=True):
+            rows = len(next(iter(table.values()), ()))
+            lines.append(f"{name}: {counted(rows, 'row')} of {', '.join(table)}")
+        return "\n".join(lines)
 
-    def curve(self, name: str, split: str = "training") -> list[CurvePoint]:
-        """Return the values of a column by step, as at most `MOST_POINTS` points.
+    def curve(self, name: str, split: str = "training") -> list[Point]:
+        """Return the values of a column by step, as at most `MOST_POINTS` points; NaN is left out.
 
         `split` is "training" (means over mini-batches), one of `evaluated`, or "epochs": then the
         values are those of the epochs, by epoch.
         """
-        if split == "training":
-            return merged(zip(self._steps["step"], self._steps[name], strict=False))
-        if split == "epochs":
-            return merged(zip(self._epochs["epoch"], self._epochs[name], strict=False))
-        found = self._evaluations
-        rows = zip(found["split"], found["step"], found[name], strict=False)
-        return merged((step, value) for own, step, value in rows if own == split)
+        if split in ("training", "epochs"):
+            found, by = (self._steps, "step") if split == "training" else (self._epochs, "epoch")
+            rows = list(zip(found[by], found[name], strict=False))
+        else:
+            found = self._evaluations
+            three = zip(found["split"], found["step"], found[name], strict=False)
+            rows = [(step, value) for own, step, value in three if own == split]
+        rows = [row for row in rows if not math.isnan(row[1])]
+        width, points = -(-len(rows) // MOST_POINTS) or 1, []
+        for first in range(0, len(rows), width):
+            steps, values = zip(*rows[first : first + width], strict=True)
+            points.append((fmean(steps), fmean(values), min(values), max(values)))
+        return points
 
     @property
     def launch(self) -> Launch:
@@ -362,20 +342,9 @@ class History:
         return Outcome("failed", *found) if found else Outcome()
 
     @property
-    def last_step(self) -> int:
-        """The number of the last step; 0 for none."""
-        return int(self.step.get("step", 0))
-
-    @property
-    def planned_epochs(self) -> int:
-        """Epochs of the whole run; 0 if unknown."""
-        return int(number(self.facts.get("epochs")) or 0)
-
-    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if unknown."""
-        steps = number(self.facts.get("steps_per_epoch"))
-        return int(self.planned_epochs * steps) or None if steps else None
+        return (self.facts.get("epochs") or 0) * (self.facts.get("steps_per_epoch") or 0) or None
 
     @property
     def test(self) -> Metrics:
@@ -397,41 +366,41 @@ class History:
         return Metrics(self.best(False).loss, self.best(True).accuracy)
 
     def missing_steps(self, done: int) -> str:
-        """List the steps up to `done` that are not recorded, as "5, 7 to 9"; empty if none."""
-        gaps = [*self.gaps, range(self.last_step + 1, done + 1)]
-        found = [range(gap.start, min(gap.stop, done + 1)) for gap in gaps]
-        texts = [f"{g[0]:,} to {g[-1]:,}" if len(g) > 1 else f"{g[0]:,}" for g in found if g]
-        return listed(texts, 3)
+        """List the steps up to `done` that are not recorded, as "5, 7 to 9"; empty if none.
+
+        All steps must have been read.
+        """
+        known = [0, *(int(step) for step in self._steps["step"] if step <= done), done + 1]
+        gaps = [(low + 1, high - 1) for low, high in itertools.pairwise(known) if low + 1 < high]
+        return listed([f"{a:,} to {b:,}" if a < b else f"{a:,}" for a, b in gaps], 3)
 
     def steps_per_epoch(self) -> float:
         """Return the steps per epoch of the run's description, else an estimate from its steps."""
-        described = number(self.facts.get("steps_per_epoch"))
-        epochs = max(self.completed, number(self.step.get("epoch")) or 1, 1)
-        return described if described and described >= 1 else max(self.last_step / epochs, 1)
+        epochs = max(self.completed, self.step.get("epoch") or 1)
+        return self.facts.get("steps_per_epoch") or max(self.step.get("step", 1) / epochs, 1)
 
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation.
 
         A run may record nothing for this long.
         """
-        evaluations = [number(record.get("seconds")) for record in self.evaluated.values()]
-        steps = [step_seconds(record) for record in self._recent]
-        return max(filter(None, [*evaluations, *steps]), default=0.0)
+        evaluations = [record.get("seconds") or 0.0 for record in self.evaluated.values()]
+        steps = [record["seconds"]["total"] for record in self._recent]
+        return max([*evaluations, *steps], default=0.0)
 
     def costs(self) -> dict[str, Any]:
         """Return how the time of the recent steps is spent; see ``Costs.facts``."""
         costs = Costs()
         for record in self._recent:
-            if step_seconds(record):
-                parts = {str(n): number(v) or 0.0 for n, v in record["seconds"].items()}
-                costs.add(parts, record.get("slowest_rank"))
+            seconds = {phase: each or 0.0 for phase, each in record["seconds"].items()}
+            costs.add(seconds, record.get("slowest_rank"))
         return costs.facts()
 
     def images_per_second(self) -> float | None:
         """Return the speed of the recent steps; None if unknown."""
-        rows = sum(number(record.get("rows")) or 0 for record in self._recent)
-        seconds = sum(step_seconds(record) for record in self._recent)
-        return number(rows / seconds) if seconds else None
+        rows = sum(record.get("rows") or 0 for record in self._recent)
+        seconds = sum(record["seconds"]["total"] for record in self._recent)
+        return rows / seconds if seconds else None
 
     def seconds_left(self) -> float | None:
         """Estimate the seconds from the last recorded step to the end, at this launch's pace."""
@@ -444,19 +413,9 @@ class History:
         return max(self.total_steps - last["step"], 0) * (came - began) / done
 
 
-def merged(values: Iterable[tuple[float, float]]) -> list[CurvePoint]:
-    """Merge neighbouring steps and values into at most `MOST_POINTS` points; NaN is left out."""
-    known = [(step, value) for step, value in values if not math.isnan(value)]
-    width, points = -(-len(known) // MOST_POINTS) or 1, []
-    for first in range(0, len(known), width):
-        steps, own = zip(*known[first : first + width], strict=True)
-        points.append(CurvePoint(fmean(steps), fmean(own), min(own), max(own)))
-    return points
-
-
 def metrics_of(record: Record) -> Metrics:
     """Return the loss and the accuracy of a record."""
-    return Metrics(number(record.get("loss")), number(record.get("accuracy")))
+    return Metrics(record.get("loss"), record.get("accuracy"))
 
 
 def number(value: Any) -> float | None:
@@ -465,15 +424,9 @@ def number(value: Any) -> float | None:
     return value if is_number else None
 
 
-def step_seconds(step: Record) -> float:
-    """Return the seconds of one step; 0 if not recorded."""
-    seconds = step.get("seconds")
-    return (number(seconds.get("total")) or 0.0) if isinstance(seconds, Mapping) else 0.0
-
-
 def time_of(record: Record) -> float | None:
     """Return when a record was made, in seconds since 1970; None if not recorded."""
     try:
-        return datetime.fromisoformat(record["time"]).astimezone(UTC).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError):
+        return datetime.fromisoformat(record["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
         return None

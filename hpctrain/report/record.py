@@ -1,8 +1,8 @@
 """The record of a run, ``progress.jsonl``: write it, read it, truncate it to a checkpoint.
 
 Lines are appended whole, so a killed writer can leave only its last line incomplete. Readers skip
-that line, and the next writer truncates it. Any other line that cannot be read is corrupt (lost in
-a power failure, say): it is named by file and line.
+that line, and a resumed launch removes it (`truncate_record`). Any other line that cannot be read
+is corrupt (lost in a power failure, say): it is named by file and line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ FILE_NAME = "progress.jsonl"
 FORMAT = 1
 LONGEST_WAIT = 1.0  # seconds after a write in which steps are buffered, at most
 COST_RATIO = 2000  # up to that limit, the time between writes in units of the last one's duration
-BLOCK = 1 << 16  # bytes read at a time when searching for the last whole line
 
 
 class Recorder:
@@ -71,8 +70,7 @@ class Recorder:
             self._shown.append(EventWriter(folder, done))
         self._path = folder / FILE_NAME
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            cut_torn_line(self._descriptor)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunError(f"cannot open {self._path}: {error.strerror}") from error
         if progress != "none":
@@ -132,7 +130,7 @@ class Recorder:
         start = time.monotonic()
         data = b"".join([encode_record(record) for record in self._buffered])
         self._buffered.clear()
-        with self._ending_if_full():
+        with self._closing_if_full():
             while data:  # one write, unless the disk fills up: then the next write raises
                 data = data[os.write(self._descriptor, data) :]
             fault("record.written")
@@ -140,13 +138,14 @@ class Recorder:
         self._due = end + min(COST_RATIO * (end - start), LONGEST_WAIT)
 
     @contextmanager
-    def _ending_if_full(self) -> Iterator[None]:
-        """Close the file after its last whole line if the block cannot write; raise RunError."""
+    def _closing_if_full(self) -> Iterator[None]:
+        """If the block cannot write, end the file where it was, close it and raise RunError."""
+        size = os.fstat(self._descriptor).st_size
         try:
             yield
         except OSError as error:
             with suppress(OSError):
-                cut_torn_line(self._descriptor)
+                os.ftruncate(self._descriptor, size)
                 os.close(self._descriptor)
             self._descriptor = -1
             text = f"cannot write {self._path}: {error.strerror}; the record ends here"
@@ -160,7 +159,7 @@ class Recorder:
             self._display, self._shown = None, []
             self.flush()
             if self._descriptor >= 0:
-                with self._ending_if_full():  # NFS reports a full disk only here
+                with self._closing_if_full():  # NFS reports a full disk only here
                     os.fsync(self._descriptor)
                     os.close(self._descriptor)
                 self._descriptor = -1
@@ -239,17 +238,3 @@ def _is_recorded_again(record: Record, step: int, epoch: int, validated: int) ->
         case "end":
             return bool(record["status"] == "done")
     return False
-
-
-def cut_torn_line(descriptor: int) -> None:
-    """Truncate a file after its last newline."""
-    size = end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - BLOCK)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
