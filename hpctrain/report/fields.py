@@ -38,10 +38,7 @@ class Field(NamedTuple):
 
     def check(self, value: Any, name: str) -> None:
         """Raise ValueError if the field cannot hold `value`."""
-        values = (value,)
-        if self.is_object:
-            values = typed(value, dict[str, Any], name).values()
-        for each in values:
+        for each in typed(value, dict[str, Any], name).values() if self.is_object else (value,):
             if each is not None and type(each) is not self.type:
                 typed(each, self.type, name)
 
@@ -159,7 +156,8 @@ def encode_record(record: Record) -> bytes:
 def without_nonfinite(value: Any, found: list[str] | None = None, name: str = "") -> Any:
     """Copy a value for JSON, with None for NaN and infinity.
 
-    Their dotted names are appended to `found`; `name` is that of the value itself.
+    Their dotted names are appended to `found`; `name` is that of the value itself. Numbers of NumPy
+    and torch become Python's; paths, devices and the like str.
     """
     if isinstance(value, Mapping):
         parts = value.items()
@@ -170,14 +168,12 @@ def without_nonfinite(value: Any, found: list[str] | None = None, name: str = ""
         if found is not None:
             found.append(name.removeprefix("."))
         return None
-    if not isinstance(value, str | int | float | None):
-        return without_nonfinite(_to_json_type(value), found, name)
-    return value
+    known = isinstance(value, str | int | float | None)
+    return value if known else without_nonfinite(_to_json_type(value), found, name)
 
 
 def _to_json_type(value: Any) -> Any:
-    """Convert numbers of NumPy and torch to Python's; paths, devices and the like to str."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(", ", ": "), default=_to_json_type)
+_ENCODER = json.JSONEncoder(allow_nan=False, default=_to_json_type)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.report.history import UNKNOWN, History, Metrics
@@ -62,8 +61,7 @@ def propose_run(target: str, runs_dir: str) -> str:
 def all_names(runs_dir: str) -> list[str]:
     """Return the names of all runs and sweeps in `runs_dir`, sorted; none if there is no folder."""
     markers = (SETTINGS_FILE, FILE_NAME, SWEEP_FILE)
-    found = {path.parent.name for name in markers for path in Path(runs_dir).glob(f"*/{name}")}
-    return sorted(found)
+    return sorted({p.parent.name for name in markers for p in Path(runs_dir).glob(f"*/{name}")})
 
 
 def sweep_runs(folder: Path) -> list[Path]:
@@ -98,14 +96,15 @@ def best_run(sweep: Path) -> tuple[Path, str]:
     validation: dict[Path, Metrics] = {}
     training: dict[Path, Metrics] = {}
     tasks = []
-    for folder in sweep_runs(sweep):
-        if (folder / NETWORK_FILE).is_file():
-            history, settings = History.read(folder, "none"), _settings(folder)
-            last = (history.validations or [UNKNOWN])[-1]
-            smallest = settings.get("final") == "best"
-            validation[folder] = history.best(by_accuracy=False) if smallest else last
-            training[folder] = history.training
-            tasks.append(settings.get("task", "classify"))
+    for folder in (run for run in sweep_runs(sweep) if (run / NETWORK_FILE).is_file()):
+        history, settings = History.read(folder, "none"), {}
+        with suppress(OSError, ValueError):
+            settings = tomllib.loads((folder / SETTINGS_FILE).read_text())
+        last = (history.validations or [UNKNOWN])[-1]
+        is_best = settings.get("final") == "best"
+        validation[folder] = history.best(by_accuracy=False) if is_best else last
+        training[folder] = history.training
+        tasks.append(settings.get("task", "classify"))
     if not training:
         raise UsageError(f"{sweep}: no network has ended yet")
     accurate = compared_by_accuracy(tasks)
@@ -115,11 +114,6 @@ def best_run(sweep: Path) -> tuple[Path, str]:
     value = metrics[best].accuracy if accurate else metrics[best].loss
     what = f"{'validation' if validated else 'training'} {'accuracy' if accurate else 'loss'}"
     return best, f"{what} {'unknown' if value is None else format(value, '.4g')}"
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, intact or not, in ascending order."""
-    return _steps(folder, "")
 
 
 def best_file(folder: Path, step: int) -> Path:
@@ -132,15 +126,10 @@ def best_steps(folder: Path) -> list[int]:
 
     Each checkpoint that is kept names the last one that is not after it.
     """
-    return _steps(folder, "best-")
+    return checkpoint_steps(folder, "best-")
 
 
-def _steps(folder: Path, prefix: str) -> list[int]:
+def checkpoint_steps(folder: Path, prefix: str = "") -> list[int]:
+    """Return the steps of the checkpoints in a folder, intact or not, in ascending order."""
     names = (path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}*.safetensors"))
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return tomllib.loads((folder / SETTINGS_FILE).read_text())
-    return {}

@@ -190,9 +190,7 @@ class History:
         history = cls(folder, steps)
         history.follow()
         if steps == "all" and (history.problem or not history.path.exists()):
-            raise UsageError(
-                history.problem or f"cannot read {history.path}: there is no such file"
-            )
+            raise UsageError(history.problem or f"there is no {history.path}")
         return history
 
     def follow(self) -> bool:
@@ -245,7 +243,6 @@ class History:
         match record["kind"]:
             case "run":
                 self._recent.clear()
-                self.launch.facts = {}  # to bound memory: earlier launches keep no description
                 if self.launch.began is None and not self.launch.end:
                     self.launches.pop()
                 self.launches.append(Launch(record))

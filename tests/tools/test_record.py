@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 import hpctrain as hp
 from tests.support.api import FIELDS, Recorder, read_records, truncate_record
 from tests.support.launch import Job, run
-from tests.support.records import FILE, line, read_strictly, recording, step_line, tell
+from tests.support.records import (
+    FILE,
+    end_line,
+    epoch_line,
+    evaluation_line,
+    line,
+    read_strictly,
+    recording,
+    step_line,
+    tell,
+)
 from tests.support.wait import wait_for
 
 VALUES = {
@@ -79,14 +89,12 @@ def test_every_field_of_every_kind_comes_back_as_it_was(kind, monkeypatch):
     check()
 
 
-def test_kinds_and_times_are_in_the_order_of_the_calls(tmp_path):
+def test_times_are_those_of_the_calls_and_an_end_tells_how_time_was_spent(tmp_path):
     before = datetime.now(UTC) - timedelta(milliseconds=1)
-    kinds = ["run", "step", "epoch", "evaluation", "note", "end"]
+    kinds = ["run", "step", "note", "end"]
     with Recorder(tmp_path, "none") as recorder:
         tell(recorder, "run", name="first", anything=[1, "é"])
         tell(recorder, "step", step=1)
-        tell(recorder, "epoch")
-        tell(recorder, "evaluation")
         tell(recorder, "note", text="two\nlines")
         tell(recorder, "end", status="stopped", reason="asked to", test_accuracy=0.875)
     found = read_strictly(tmp_path)
@@ -118,56 +126,36 @@ def test_a_field_that_is_not_listed_is_refused(tmp_path):
         tell(recorder, "step", step=1, gradient_norm=1.0)
 
 
-@pytest.mark.parametrize("torn", ["", '{"kind": "ste', "\0\0\0", "x" * 101, "x" * 70_000])
-def test_a_torn_last_line_is_skipped_and_cut_off_by_the_next_launch(tmp_path, torn):
+@pytest.mark.parametrize("torn", ["", '{"kind": "ste', "\0\0\0", "x" * 70_000])
+@pytest.mark.parametrize("whole", [["run", "step"], []])
+def test_a_torn_last_line_is_skipped_and_cut_off_by_the_next_launch(tmp_path, torn, whole):
     with Recorder(tmp_path, "none") as recorder:
-        tell(recorder, "run", name="first")
-        tell(recorder, "step", step=1)
+        for kind in whole:
+            tell(recorder, kind, step=1)
     with open(tmp_path / FILE, "a") as file:
         file.write(torn)
-    assert [record["kind"] for record in read_records(tmp_path)] == ["run", "step"]
+    assert [record["kind"] for record in read_records(tmp_path)] == whole
     truncate_record(tmp_path, step=1, epoch=0, validated=0)
     with Recorder(tmp_path, "none") as recorder:
         tell(recorder, "run", name="again")
-    assert [record["kind"] for record in read_strictly(tmp_path)] == ["run", "step", "run"]
-
-
-def test_a_file_that_is_one_torn_line_is_emptied(tmp_path):
-    (tmp_path / FILE).write_text('{"kind": "run", "ti')
-    assert list(read_records(tmp_path)) == []
-    truncate_record(tmp_path, step=0, epoch=0, validated=0)
-    with Recorder(tmp_path, "none") as recorder:
-        recorder.note("hello")
-    assert [record["text"] for record in read_strictly(tmp_path)] == ["hello"]
-
-
-FOREIGN = [
-    b"\x89HDF\r\n\x1a\n",
-    b"hello\n",
-    b'{"a": 1}\n',
-    b"[1]\n",
-    b"\xff\n",
-]
+    assert [record["kind"] for record in read_strictly(tmp_path)] == [*whole, "run"]
 
 
 @pytest.mark.parametrize(
     ("content", "number"),
-    [*((each, 1) for each in FOREIGN), (b'{"kind": "run"}\n{"kind": "st\n{"kind": "end"}\n', 2)],
+    [
+        *((each, 1) for each in (b"\x89HDF\r\n\x1a\n", b"hello\n", b'{"a": 1}\n', b"[1]\n")),
+        (b'{"kind": "run"}\n{"kind": "st\n{"kind": "end"}\n', 2),
+    ],
 )
 def test_what_is_no_record_is_refused_by_file_and_line(tmp_path, content, number):
-    (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(hp.UsageError) as caught:
+    with pytest.raises(hp.UsageError, match=str(tmp_path / FILE)):
         list(read_records(tmp_path))
-    text = str(caught.value)
-    assert str(tmp_path / FILE) in text and f"line {number}" in text and "\n" not in text
-
-
-def test_a_missing_record_is_refused_by_name(tmp_path):
-    for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(hp.UsageError, match=str(tmp_path)):
-            list(read_records(path))
     with pytest.raises(hp.RunError, match="nothing"):
         Recorder(tmp_path / "nothing", "none")
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(hp.UsageError, match=f"^{tmp_path / FILE}, line {number} [^\n]*$"):
+        list(read_records(tmp_path))
 
 
 WRITER = """
@@ -179,22 +167,17 @@ for number in count(1):
 """
 
 
-@pytest.mark.parametrize("size", [1000, 100_000, 1_000_000])
+@pytest.mark.parametrize("size", [1000, 1_000_000])
 def test_a_killed_writer_leaves_whole_lines(tmp_path, size):
     path = tmp_path / FILE
     writer = Job(recording(WRITER, tmp_path))
     wait_for(lambda: path.exists() and path.stat().st_size > size)
     writer.kill()
     writer.communicate()
-    whole, _, torn = path.read_bytes().rpartition(b"\n")
-    lines = [json.loads(each) for each in whole.splitlines()]
+    lines = [json.loads(each) for each in path.read_bytes().rpartition(b"\n")[0].splitlines()]
     assert list(read_records(tmp_path)) == lines
     steps = [each["step"] for each in lines if each["kind"] == "step"]
     assert len(steps) > 1 and steps == list(range(1, len(steps) + 1))
-    truncate_record(tmp_path, step=len(steps), epoch=0, validated=0)
-    with Recorder(tmp_path, "none") as recorder:
-        recorder.note("next")
-    assert read_strictly(tmp_path)[:-1] == lines, torn
 
 
 def test_a_rank_without_a_folder_writes_shows_and_imports_nothing(tmp_path):
@@ -288,44 +271,25 @@ def test_an_exception_is_recorded_with_the_steps_before_it(tmp_path, error, reas
     assert (found[-1]["status"], found[-1]["reason"]) == ("failed", reason)
 
 
-def test_an_exception_before_the_first_line_loses_no_step(tmp_path):
+def test_a_launch_ends_once_and_one_that_never_began_has_no_end(tmp_path):
     with pytest.raises(ZeroDivisionError), Recorder(tmp_path, "none") as recorder:
-        for number in range(1, 12):
-            tell(recorder, "step", step=number)
+        tell(recorder, "step", step=1)
         raise ZeroDivisionError
-    assert [record["step"] for record in read_records(tmp_path)] == list(range(1, 12))
-
-
-def test_a_launch_ends_once(tmp_path):
     with pytest.raises(ZeroDivisionError), Recorder(tmp_path, "none") as recorder:
         tell(recorder, "run")
         recorder.end("done")
         raise ZeroDivisionError
     recorder.close()
     recorder.note("after the end")
-    assert [record["kind"] for record in read_records(tmp_path)] == ["run", "end"]
+    assert [record["kind"] for record in read_records(tmp_path)] == ["step", "run", "end"]
 
 
 def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_byte_for_byte(tmp_path):
-    kept = [
-        line("run", name="a"),
-        step_line(1),
-        line("digest", step=1, digest="ab"),
-        step_line(2),
-        line("digest", step=2, digest="ab"),
-        line("epoch", epoch=1),
-        line("evaluation", epoch=1, step=2, split="validation"),
-        line("note", text="x"),
-        line("end", status="preempted"),
-    ]
-    late = [
-        line("evaluation", epoch=1, step=2, split="test"),
-        line("end", status="done"),
-        step_line(3),
-        line("digest", step=3, digest="ab"),
-        line("epoch", epoch=2),
-        line("evaluation", epoch=2, step=3, split="validation"),
-    ]
+    kept = [line("run", name="a"), step_line(1), line("digest", step=1, digest="ab"), step_line(2)]
+    kept += [line("digest", step=2, digest="ab"), epoch_line(1), evaluation_line(2)]
+    kept += [line("note", text="x"), end_line("preempted")]
+    late = [evaluation_line(2, "test"), end_line(), step_line(3), epoch_line(2)]
+    late += [line("digest", step=3, digest="ab"), evaluation_line(3)]
     path = tmp_path / FILE
     path.write_bytes(b"".join(kept + late) + b'{"kind": "step", "epoch": 2, "st')
     for _ in range(2):
