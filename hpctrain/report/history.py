@@ -339,9 +339,19 @@ class History:
         return Outcome("failed", *found) if found else Outcome()
 
     @property
+    def last_step(self) -> int:
+        """The number of the last step that was read; 0 for none."""
+        return int(self.step.get("step", 0))
+
+    @property
+    def planned_epochs(self) -> int:
+        """Epochs of the whole run; 0 if unknown."""
+        return self.facts.get("epochs") or 0
+
+    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if unknown."""
-        return (self.facts.get("epochs") or 0) * (self.facts.get("steps_per_epoch") or 0) or None
+        return self.planned_epochs * (self.facts.get("steps_per_epoch") or 0) or None
 
     @property
     def test(self) -> Metrics:
@@ -374,7 +384,7 @@ class History:
     def steps_per_epoch(self) -> float:
         """Return the steps per epoch of the run's description, else an estimate from its steps."""
         epochs = max(self.completed, self.step.get("epoch") or 1)
-        return self.facts.get("steps_per_epoch") or max(self.step.get("step", 1) / epochs, 1)
+        return self.facts.get("steps_per_epoch") or max(self.last_step / epochs, 1)
 
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation.

@@ -71,11 +71,11 @@ class SweepDisplay:
 
 def progress_text(history: History) -> str:
     """Return the progress of a run: "epoch 3 of 20, validation 0.912"."""
-    if not (epochs := history.facts.get("epochs")):
+    if not history.planned_epochs:
         return "starting"
     last = history.validations[-1] if history.validations else history.training
     what = "validation" if history.validations else "training"
-    text = f"epoch {history.completed} of {epochs}"
+    text = f"epoch {history.completed} of {history.planned_epochs}"
     return f"{text}, {what} {_value(last)}" if _value(last) else text
 
 

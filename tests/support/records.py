@@ -215,7 +215,7 @@ class Follower:
             "status": history.launch.outcome.status,
             "notes": list(history.notes),
             "validations": len(history.validations),
-            "last": history.step.get("step", 0),
+            "last": history.last_step,
             "read": history.decoded,
             "lost": history.lost,
             "problem": history.problem or "",
