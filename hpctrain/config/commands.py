@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hpctrain.config.option import (
-    AT_LEAST_1,
-    TRUST_CODE,
-    Bounds,
-    Settings,
-    check_folder_name,
-    option,
-)
+from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
 from hpctrain.config.train import CACHE_DIR, HANG_TIMEOUT, RUNS_DIR, Precision
 from hpctrain.config.values import Fold, Seconds, Shares, Size
 
-IMAGES_DRAWN = Bounds(0, 1000, "[]")  # on one page
+IMAGES_DRAWN = "[0, 1000]"  # on one page
 
 
 @dataclass(frozen=True)
@@ -39,12 +32,12 @@ class NetworkConfig(SavedConfig):
     batch_size: int | None = option(
         "compute this many images at a time; default: as the run's own test (64, on GPUs up to"
         " 256); networks that draw random numbers draw them for each such block",
-        check=AT_LEAST_1,
+        check="[1, inf)",
         group="Machine",
     )
     device: Literal["auto", "cpu", "cuda"] = option("compute on this device", "auto")
     threads: int | None = option(
-        "CPU threads per rank; default: allowed cores / ranks", check=AT_LEAST_1
+        "CPU threads per rank; default: allowed cores / ranks", check="[1, inf)"
     )
     precision: Precision | None = option("arithmetic; default: as in training")
     hang_timeout: Seconds = option(*HANG_TIMEOUT)
@@ -99,7 +92,7 @@ class ExportConfig(SavedConfig):
         group="Output",
     )
     batch_size: int | None = option(
-        "fix the number of images that the file takes at a time; default: any", check=AT_LEAST_1
+        "fix the number of images that the file takes at a time; default: any", check="[1, inf)"
     )
     output: str | None = option(
         "write this new file, whose suffix decides the format: .onnx, or .pt2 of torch.export;"
@@ -144,7 +137,7 @@ class PackConfig(Settings):
     skip_bad: bool = option("skip unreadable files instead of failing", False)
     names: bool = option("keep the name of each sample's file in the pack", True)
     jobs: int | None = option(
-        "decode in this many worker processes; default: one per allowed core", check=AT_LEAST_1
+        "decode in this many worker processes; default: one per allowed core", check="[1, inf)"
     )
     cache_dir: str = option(*CACHE_DIR)
     check: str | None = option("verify this pack's checksums and print its table", group="Check")
@@ -163,11 +156,11 @@ class SweepConfig(Settings):
     )
     runs_dir: str = option(*RUNS_DIR)
     retry: bool = option("train failed networks again, too", False)
-    ranks_per_network: int = option("ranks of each network", 1, AT_LEAST_1, group="Machine")
+    ranks_per_network: int = option("ranks of each network", 1, "[1, inf)", group="Machine")
     slots: int | None = option(
         "train this many networks at once; default: cores, GPUs or tasks of the allocation /"
         " ranks per network",
-        check=AT_LEAST_1,
+        check="[1, inf)",
     )
     launcher: Literal["auto", "mpirun", "srun"] = option(
         "start ranks by this; auto = srun inside a Slurm allocation, else mpirun", "auto"
@@ -197,12 +190,12 @@ class SuperviseConfig(Settings):
     max_failures: int = option(
         "give up after N consecutive failures without a new checkpoint",
         3,
-        AT_LEAST_1,
+        "[1, inf)",
         group="Policy",
     )
     nodes: int | None = option(
         "use this many nodes of the Slurm allocation, the others are spares; default: all",
-        check=AT_LEAST_1,
+        check="[1, inf)",
     )
 
 
@@ -259,6 +252,4 @@ class WatchConfig(Settings):
     runs_dir: str = option(*RUNS_DIR)
     once: bool = option("print a line for each run and exit", False, group="Display")
     web: bool = option("serve a page for the browser, on this machine alone", False)
-    port: int = option(
-        "TCP port of --web; 0 = a free one", 0, Bounds(0, 65535, "[]"), needs="--web"
-    )
+    port: int = option("TCP port of --web; 0 = a free one", 0, "[0, 65535]", needs="--web")

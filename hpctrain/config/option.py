@@ -14,14 +14,13 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import textwrap
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from hpctrain.config.functions import require_trust
 from hpctrain.config.values import List, Value
@@ -34,12 +33,13 @@ TRUST_CODE = "import functions of your own, package.module:function, that a file
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
 METAVARS = {int: "N", float: "X"}
 SUPPRESS = argparse.SUPPRESS
+Check = str | Callable[[Any], object]
 
 
 def option(
     help: str,
     default: Any = None,
-    check: Callable[[Any], object] | None = None,
+    check: Check = "",
     *,
     positional: bool = False,
     needs: str = "",
@@ -47,10 +47,10 @@ def option(
 ) -> Any:
     """Return a dataclass field that is also an option; its type, or Literal choices, are hints.
 
-    An option whose default is ``...`` is a word that the command line must give. `check` is called
-    with the value, and raises ValueError, which says what to give. `needs` is another option, such
-    as "--images" or "--final ema", without which this one has no meaning. `group` is the heading,
-    in the help, of this option and those after it.
+    An option whose default is ``...`` is a word that the command line must give. `check` is the
+    interval of a number, such as "[0, 1)", or a function that raises ValueError for a wrong value.
+    `needs` is another option, such as "--images" or "--final ema", without which this one has no
+    meaning. `group` is the heading, in the help, of this option and those after it.
     """
     required = default is ...
     metadata = dict(help=help, check=check, needs=needs, group=group, required=required)
@@ -58,26 +58,17 @@ def option(
     return dataclasses.field(default=None if required else default, metadata=metadata)
 
 
-class Type(NamedTuple):
-    """The type of a setting."""
+def _types(settings: type[Settings]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Return the type of each setting, by name, and its choices, if any.
 
-    kind: Any  # bool, int, float, str, or a subclass of Value
-    choices: tuple[Any, ...]
-    optional: bool  # it may be None
-    many: bool  # it is a tuple of texts
-
-
-def _types(settings: type[Settings]) -> dict[str, Type]:
-    """Return the types of the settings of a class, by name."""
-    hints, types = typing.get_type_hints(settings), {}
-    for field in dataclasses.fields(settings):
-        hint = hints[field.name]
-        optional = NoneType in typing.get_args(hint)
-        hint = typing.get_args(hint)[0] if optional else hint
-        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-        many = typing.get_origin(hint) is tuple
-        kind = str if many else type(choices[0]) if choices else hint
-        types[field.name] = Type(kind, choices, optional, many)
+    The type is bool, int, float, str, a subclass of Value, or tuple: of texts.
+    """
+    types = {}
+    for name, hint in typing.get_type_hints(settings).items():
+        inner = typing.get_args(hint)[0] if NoneType in typing.get_args(hint) else hint
+        choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+        kind = type(choices[0]) if choices else typing.get_origin(inner) or inner
+        types[name] = kind, choices
     return types
 
 
@@ -96,11 +87,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Convert texts to values. Raises UsageError for a value that an option cannot have."""
         for field in dataclasses.fields(self):
-            value, type_ = getattr(self, field.name), types_of(type(self))[field.name]
-            if value is field.default or (value is None and type_.optional):
+            value = getattr(self, field.name)
+            if value is field.default:
                 continue
             try:
-                value = _read(value, type_, field.metadata["check"])
+                value = _read(value, field, type(self))
             except ValueError as error:
                 text = f"{flag_of(field.name)} {brief(value) or repr(value)}: {error}"
                 raise UsageError(text) from None
@@ -146,14 +137,14 @@ def check_settings(settings: Settings) -> None:
         raise UsageError(conflict)
 
 
-def _read(value: Any, type_: Type, check: Callable[[Any], object] | None) -> Any:
+def _read(value: Any, field: dataclasses.Field, settings: type[Settings]) -> Any:
     """Return the value of a setting, given as a text, as in TOML, or in Python.
 
     In Python a list may stand for "0.2,1", and a function or class for "module:function". Raises
     ValueError.
     """
-    kind = type_.kind
-    if type_.many:
+    kind, choices = types_of(settings)[field.name]
+    if kind is tuple:
         return (value,) if isinstance(value, str) else tuple(map(str, value))
     if hasattr(value, "tolist"):  # of NumPy
         value = value.tolist()
@@ -175,37 +166,22 @@ def _read(value: Any, type_: Type, check: Callable[[Any], object] | None) -> Any
         raise ValueError("this name is not UTF-8")  # config.toml could not hold it
     if kind is int and abs(value) > LARGEST:
         raise ValueError(f"give at most {LARGEST}")
-    if type_.choices and value not in type_.choices:
-        known = [str(choice) for choice in type_.choices]
+    if choices and value not in choices:
+        known = [str(choice) for choice in choices]
         raise ValueError(f"there are {', '.join(known)}{did_you_mean(str(value), known)}")
-    if check is not None:
+    if callable(check := field.metadata["check"]):
         check(value)
+    elif check:
+        least, most = (float(end) for end in check[1:-1].split(","))
+        ends = {least: check[0] == "[", most: check[-1] == "]"}
+        if not (least < value < most or ends.get(value, False)):
+            raise ValueError(f"give a number in {check}")
     return value
 
 
 def flag_of(name: str) -> str:
     """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Check that a number is in an interval; `ends` are its brackets, "[)" as in "[0, 1)"."""
-
-    least: float
-    most: float = math.inf
-    ends: str = "[)"
-
-    def __call__(self, value: float) -> None:
-        above = value >= self.least if self.ends[0] == "[" else value > self.least
-        below = value <= self.most if self.ends[1] == "]" else value < self.most
-        if not (above and below):
-            raise ValueError(
-                f"give a number in {self.ends[0]}{self.least:g}, {self.most:g}{self.ends[1]}"
-            )
-
-
-AT_LEAST_0, AT_LEAST_1, POSITIVE = Bounds(0), Bounds(1), Bounds(0, ends="()")
 
 
 def check_folder_name(name: str) -> None:
@@ -223,12 +199,12 @@ def from_table(table: Mapping[str, Any], settings: S, place: str = "") -> S:
     option.
     """
     known = [field.name for field in dataclasses.fields(settings)]
-    for name, value in table.items():
+    for name in table:
         if name == "trust_code" and place:
             raise UsageError(f"{place}: trust_code can be given on the command line only")
         if name not in known:
             hint = did_you_mean(name, known, settings.elsewhere)
-            hint = ": settings are top-level keys, not tables" if isinstance(value, dict) else hint
+            hint = ": settings are no tables" if isinstance(table[name], dict) else hint
             raise UsageError(f"{place}: unknown setting {name!r}{hint}")
     try:
         return dataclasses.replace(settings, **table)
@@ -248,23 +224,23 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """Return a table of bools, numbers and texts as TOML; None is a comment.
+    """Return a table of bools, numbers and texts as TOML, which writes them as JSON, but for DEL.
 
-    Texts are written as in JSON, except for DEL.
+    None is a comment.
     """
-    lines = []
+    text = ""
     for name, value in table.items():
-        text = repr(value)  # of a number: valid TOML, also for inf and nan
-        if not isinstance(value, float):
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        line = f"{name} = {text}"
-        lines.append(f"# {name}: not set, decided by the plan" if value is None else line)
-    return "\n".join(lines) + "\n"
+        line = f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+        text += f"{line if value is not None else f'# {name}: decided by the plan'}\n"
+    return text
 
 
 def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str]) -> S:
     """Parse and check the settings of a subcommand. Raises UsageError; exits for --help."""
-    found, rest = make_parser(name, summary, kind).parse_known_args(words)
+    try:
+        found, rest = make_parser(name, summary, kind).parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error).removeprefix("argument ")) from None
     if rest:
         raise _unknown(name, kind, words, rest[0])
     flags, settings = vars(found), kind()
@@ -285,14 +261,14 @@ def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str])
 
 def _unknown(name: str, kind: type[Settings], words: Sequence[str], stray: str) -> UsageError:
     """Return the error to raise for a word that no option of a subcommand takes."""
-    given, types = stray.partition("=")[0], types_of(kind)
+    given, known = stray.partition("=")[0], [field.name for field in dataclasses.fields(kind)]
     if given.startswith("-"):
-        hint = did_you_mean(given, map(flag_of, types), kind.elsewhere)
+        hint = did_you_mean(given, map(flag_of, known), kind.elsewhere)
         if kind.usage and "--" not in words:
             hint = f": options of the command come after --, as in {name} {kind.usage}"
         return UsageError(f"unknown option {given!r}{hint}")
     flag, value = ["", "", *words][words.index(stray) :][:2]
-    lists = [flag_of(name) for name, type_ in types.items() if issubclass(type_.kind, List)]
+    lists = [flag_of(name) for name in known if issubclass(types_of(kind)[name][0], List)]
     hint = f"; separate by commas: {flag} '{value},{stray}'" if flag in lists else ""
     return UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}{hint}")
 
@@ -307,33 +283,27 @@ class Formatter(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-class Parser(argparse.ArgumentParser):
-    """Argument parser that reports errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UsageError instead of printing the usage and exiting."""
-        raise UsageError(message.removeprefix("argument "))
-
-
-def make_parser(name: str, summary: str, kind: type[Settings]) -> Parser:
+def make_parser(name: str, summary: str, kind: type[Settings]) -> argparse.ArgumentParser:
     """Build the parser of one subcommand, whose result holds the texts that are given."""
-    fields, words = dataclasses.fields(kind), []
-    for field in fields:
-        if field.metadata["positional"]:
-            word = field.name.upper()
-            words.append(word if field.metadata["required"] else f"[{word}]")
-    parser = Parser(
+    fields = dataclasses.fields(kind)
+    words = [
+        f.name.upper() if f.metadata["required"] else f"[{f.name.upper()}]"
+        for f in fields
+        if f.metadata["positional"]
+    ]
+    parser = argparse.ArgumentParser(
         prog=f"hpctrain {name}",
         usage=f"hpctrain {name} {kind.usage or ' '.join([*words, '[options]'])}",
         description=f"{summary[0].upper()}{summary[1:]}.",
         allow_abbrev=False,
+        exit_on_error=False,
         formatter_class=Formatter,
     )
     group: Any = parser
     for field in fields:
         if heading := field.metadata["group"]:
             group = parser.add_argument_group(heading)
-        _add_option(group, field, types_of(kind)[field.name])
+        _add_option(group, field, *types_of(kind)[field.name])
     if kind.trust_flag:
         parser.add_argument("--trust-code", action="store_true", default=SUPPRESS, help=TRUST_CODE)
     parser.add_argument(
@@ -346,7 +316,7 @@ def make_parser(name: str, summary: str, kind: type[Settings]) -> Parser:
     return parser
 
 
-def _add_option(group: Any, field: dataclasses.Field, type_: Type) -> None:
+def _add_option(group: Any, field: dataclasses.Field, kind: Any, choices: tuple[Any, ...]) -> None:
     """Add an option to the parser, which leaves its text as it is."""
     name, text = flag_of(field.name), field.metadata["help"]
     if field.default is True:
@@ -354,14 +324,12 @@ def _add_option(group: Any, field: dataclasses.Field, type_: Type) -> None:
     elif field.default is not False and field.default not in (None, ()):
         text += f" (default: {field.default})"
     arguments: dict[str, Any] = {"help": text.replace("%", "%%"), "default": SUPPRESS}
-    metavar = METAVARS.get(type_.kind, "TEXT")
-    if type_.choices:
-        metavar = f"{{{','.join(map(str, type_.choices))}}}"
-    if type_.kind is bool:
+    if kind is bool:
         arguments["action"] = argparse.BooleanOptionalAction
     elif field.metadata["positional"]:
         name = field.name
-        arguments |= {"nargs": "*" if type_.many else "?", "metavar": name.upper()}
+        arguments |= {"nargs": "*" if kind is tuple else "?", "metavar": name.upper()}
     else:
-        arguments["metavar"] = metavar
+        known = f"{{{','.join(map(str, choices))}}}"
+        arguments["metavar"] = known if choices else METAVARS.get(kind, "TEXT")
     group.add_argument(name, **arguments)

@@ -12,15 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hpctrain.config.option import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    POSITIVE,
-    Bounds,
-    Settings,
-    check_folder_name,
-    option,
-)
+from hpctrain.config.option import Settings, check_folder_name, option
 from hpctrain.config.values import (
     Bytes,
     ClassWeights,
@@ -34,7 +26,6 @@ from hpctrain.config.values import (
 
 Precision = Literal["default", "fp32", "tf32", "bf16"]
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
-MOST_SEGMENTS = 64
 MOST_THREADS = 64  # that a run may use on a small machine, to repeat a run of a larger one
 # Options that other subcommands have, too
 CACHE_DIR = ("keep built-in sets in this folder", "data")
@@ -78,8 +69,7 @@ class Config(Settings):
 
     # Common options, those that most runs set
     data: str = option(
-        "train on this pack, on a built-in set (digits, flowers), or on any HDF5 file (give"
-        " --images and --labels)",
+        "train on this pack, on a built-in set (digits, flowers) or, with --images, an HDF5 file",
         "digits",
         group="Common options",
     )
@@ -93,22 +83,19 @@ class Config(Settings):
         "update rule; default: sgdm, for denoise adam"
     )
     lr: float | None = option(
-        "learning rate; default: 0.01 for sgdm, 0.001 for adam and adamw", check=POSITIVE
+        "learning rate; default: 0.01 for sgdm, 0.001 for adam and adamw", check="(0, inf)"
     )
     epochs: int | None = option(
-        "epochs to train; default: 20 for digits, 5 for denoise, else 100", check=AT_LEAST_1
+        "epochs to train; default: 20 for digits, 5 for denoise, else 100", check="[1, inf)"
     )
     batch_size: int | None = option(
-        "global batch size, in images; default: 128 (denoise 500), on GPUs times the number of"
-        " ranks or --shards",
-        check=AT_LEAST_1,
+        "global batch size; default: 128 (denoise 500), on GPUs times the ranks or --shards",
+        check="[1, inf)",
     )
     seed: int = option("seed of weights, order, augmentation and dropout", 0)
     device: Literal["auto", "cpu", "cuda"] = option("compute on this device", "auto")
     deterministic: bool = option(
-        "compute the same bits in every run, with --shards on any number of ranks; 1 CPU thread a"
-        " rank by default",
-        False,
+        "compute the same bits in every run, with --shards on any number of ranks", False
     )
     run: str | None = option(
         "name of the run, to resume it; default: time and model", check=check_folder_name
@@ -127,7 +114,7 @@ class Config(Settings):
         "augment by random resized crops of at least this share of the area, such as 0.08, at"
         " aspect ratios from 3/4 to 4/3; for packs of JPEG files; 0 = whole images",
         0.0,
-        Bounds(0, 1, "[]"),
+        "[0, 1]",
     )
     augment: str | None = option(
         "augment by your own function, too: package.module:function, called with a batch of input"
@@ -147,7 +134,7 @@ class Config(Settings):
     )
     max_value: float | None = option(
         "divide values of --images by this; default: 65535 for uint16",
-        check=POSITIVE,
+        check="(0, inf)",
         needs="--images",
     )
     split: Shares | None = option(
@@ -160,8 +147,7 @@ class Config(Settings):
         " a window, for slow disks; default: partition, for chunked datasets blocks"
     )
     balanced_sampling: bool = option(
-        "draw all classes equally often: images of rare classes repeat within an epoch, of"
-        " frequent ones some are left out; not with --shuffle blocks",
+        "draw all classes equally often: images of rare ones repeat, of others some are left out",
         False,
     )
     read_buffer: Bytes = option(
@@ -178,7 +164,7 @@ class Config(Settings):
     )
     noise: Literal["salt-pepper", "gaussian"] = option("noise of --task denoise", "salt-pepper")
     noise_level: float = option(
-        "share of values with salt-pepper noise, or std of gaussian noise", 0.1, Bounds(0, 1, "(]")
+        "share of values with salt-pepper noise, or std of gaussian noise", 0.1, "(0, 1]"
     )
     init: str | None = option(
         "start from the weights of a run, or of a .safetensors, .pth or .pt file"
@@ -202,11 +188,11 @@ class Config(Settings):
         group="Optimizer",
     )
     warmup_epochs: float | None = option(
-        "epochs of linear warm-up; default: 5 with --scale-lr", check=AT_LEAST_0
+        "epochs of linear warm-up; default: 5 with --scale-lr", check="[0, inf)"
     )
-    momentum: float = option("momentum of sgdm", 0.9, Bounds(0, 1))
+    momentum: float = option("momentum of sgdm", 0.9, "[0, 1)")
     weight_decay: float = option(
-        "L2 penalty (sgdm, adam) or decoupled weight decay (adamw)", 0.0, AT_LEAST_0
+        "L2 penalty (sgdm, adam) or decoupled weight decay (adamw)", 0.0, "[0, inf)"
     )
     no_decay: Patterns | None = option(
         "apply no weight decay to these parameters: norm = of normalization layers, bias ="
@@ -220,20 +206,19 @@ class Config(Settings):
     schedule: Literal["constant", "cosine", "step", "one-cycle"] = option(
         "schedule of the learning rate", "constant"
     )
-    min_lr: float = option("smallest learning rate of --schedule cosine or step", 0.0, AT_LEAST_0)
+    min_lr: float = option("smallest learning rate of --schedule cosine or step", 0.0, "[0, inf)")
     step_epochs: int = option(
-        "epochs between drops of --schedule step, each to a tenth", 30, AT_LEAST_1
+        "epochs between drops of --schedule step, each to a tenth", 30, "[1, inf)"
     )
     ema: float | None = option(
-        "average the weights over the steps with this decay, such as 0.999 (exponential moving"
-        " average), for --final ema",
-        check=Bounds(0, 1, "()"),
+        "exponential moving average of the weights, with this decay, such as 0.999",
+        check="(0, 1)",
         needs="--final ema",
     )
     clip_norm: float | None = option(
-        "clip the L2 norm of the gradient to this; default: no clipping", check=POSITIVE
+        "clip the L2 norm of the gradient to this; default: no clipping", check="(0, inf)"
     )
-    label_smoothing: float = option("label smoothing of the cross-entropy loss", 0.0, Bounds(0, 1))
+    label_smoothing: float = option("label smoothing of the cross-entropy loss", 0.0, "[0, 1)")
     loss: str | None = option(
         "minimize your own loss, package.module:function, called with outputs and targets; it"
         " returns one value a sample; default: cross-entropy, for denoise mean squared error"
@@ -244,19 +229,20 @@ class Config(Settings):
     )
     batch_per_rank: int | None = option(
         "batch size per rank, or with --shards per shard, instead of --batch-size",
-        check=AT_LEAST_1,
+        check="[1, inf)",
         group="Batches",
     )
     shards: int | None = option(
-        "cut each batch into this many shards; default: one per rank; a rank with several"
-        " accumulates their gradients",
-        check=AT_LEAST_1,
+        "shards of a batch; default: one per rank; a rank with several accumulates gradients",
+        check="[1, inf)",
     )
     worker_load: Loads | None = option(
         "assign shards to ranks in these proportions, such as 3,1 (default of --shards: their sum)"
     )
     threads: int | None = option(
-        "CPU threads per rank; default: allowed cores / ranks", check=AT_LEAST_1, group="Machine"
+        "CPU threads per rank; default: allowed cores / ranks, with --deterministic 1",
+        check="[1, inf)",
+        group="Machine",
     )
     precision: Precision = option(
         "arithmetic of forward and backward: fp32; tf32 = TF32 in all matrix products; bf16 ="
@@ -274,14 +260,14 @@ class Config(Settings):
     overlap: int = option(
         "sum gradients during backward, in at most this many segments; 0 = one Allreduce after it",
         0,
-        Bounds(0, MOST_SEGMENTS, "[]"),
+        "[0, 64]",
     )
     comm_dtype: Literal["fp32", "bf16"] = option(
         "dtype of communicated gradients; bf16 rounds twice", "fp32"
     )
     runs_dir: str = option(*RUNS_DIR, group="Run, checkpoints and records")
     validate_every: Every = option(
-        "validate this often: epochs or steps, such as 2epochs or 500steps; 0 = only at the end",
+        "validate this often, such as 2epochs or 500steps; 0 = only at the end",
         Every("1epoch"),
         check_no_time,
     )
@@ -291,7 +277,7 @@ class Config(Settings):
     )
     patience: int | None = option(
         "stop after so many validations without a smaller loss; 0 = never; default: 5 for denoise",
-        check=AT_LEAST_0,
+        check="[0, inf)",
     )
     final: Literal["last", "best", "ema"] = option(
         "test and save the network of the last step, of the smallest validation loss (best), or"
@@ -299,11 +285,10 @@ class Config(Settings):
         "last",
     )
     checkpoint_every: Every = option(
-        "write a checkpoint this often: a time, epochs or steps, such as 90s, 2epochs or"
-        " 500steps; 0 = only at the end",
+        "write a checkpoint this often, such as 10m, 2epochs or 500steps; 0 = only at the end",
         Every("10m"),
     )
-    keep_checkpoints: int = option("keep this many checkpoints", 2, AT_LEAST_1)
+    keep_checkpoints: int = option("keep this many checkpoints", 2, "[1, inf)")
     resume: Literal["auto", "never", "must"] = option(
         "resume a run of this name: auto = if there is one; never = fail if there is one; must ="
         " fail if there is none",

@@ -13,8 +13,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from hpctrain.errors import RunError, UsageError
-from hpctrain.text import say
+from hpctrain.errors import RunError, UsageError, did_you_mean
+from hpctrain.text import listed, say
 from hpctrain.watchdog import doing
 
 BUILT_IN = ("digits", "flowers")
@@ -38,11 +38,13 @@ def locate(data: str, cache_dir: str) -> Path:
             # One job: this may be a rank, and no process should be started after MPI_Init. Another
             # one may have finished by now: replacing its file with an equal one is harmless.
             make_pack(PackConfig(data, cache_dir=cache_dir, jobs=1, overwrite=True))
-    elif data and path.is_dir():
+    elif path.is_dir():
         command = f"python -m hpctrain pack {shlex.quote(data)}"
         raise UsageError(f"--data {data} is not a pack: run {command} first")
     elif not path.is_file():
-        raise UsageError(f"--data {data!r} is neither a file nor one of {', '.join(BUILT_IN)}")
+        known = [*BUILT_IN, *sorted(map(str, path.parent.glob("*.h5")))]
+        hint = did_you_mean(data, known)
+        raise UsageError(f"--data {data!r}: no such data set; there are {listed(known)}{hint}")
     return path
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hpctrain as hp
 from tests.support.ranks import alone
 
 NUMBER = st.floats(1e-3, 1e3).map(repr)
@@ -89,3 +90,16 @@ def test_odd_texts_are_accepted_or_refused_by_name(flag):
     for text in ODD:
         line = message(flag, text)
         assert flag in line or "nowhere" in line, text[:20]
+
+
+def test_texts_that_mean_the_same_are_equal_and_are_kept_as_they_were_given():
+    for name, first, second, other in (
+        ("time_limit", "600s", "10m", "11m"),
+        ("read_buffer", "1024K", "1M", "2M"),
+        ("checkpoint_every", "0:01:00", "60s", "60steps"),
+        ("validate_every", "1epoch", "1epochs", "2epochs"),
+        ("lr_factors", "fc=0.1", "fc = 1e-1", "fc=1"),
+    ):
+        one, two, three = (hp.Config(**{name: text}) for text in (first, second, other))
+        assert one == two != three
+        assert [str(getattr(each, name)) for each in (one, two)] == [first, second]

@@ -257,7 +257,7 @@ MANIFESTS = {
 }
 
 TRAINING = """
---data digit | digit digits
+--data digit | digit digits flowers good.h5
 --data photos | photos pack
 --data plain.h5 | plain.h5 --images
 --data good.h5 --batch-size 1 | 1 2 --batch-size

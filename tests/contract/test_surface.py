@@ -122,6 +122,12 @@ def test_the_overview_names_every_subcommand_and_few_lines(help_pages):
         assert pages[name].startswith(f"usage: hpctrain {name}")
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_is_as_wide_as_the_terminal(columns):
+    ended = alone("train", "--help", env={"COLUMNS": str(columns)})
+    assert 0.9 * columns < max(map(len, ended.out.splitlines())) <= columns
+
+
 def test_every_option_is_described(help_pages):
     for page in help_pages[1].values():
         for option in re.split(r"^  (?=\S)", page.partition("options:")[2], flags=re.MULTILINE)[1:]:
