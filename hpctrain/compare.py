@@ -21,13 +21,12 @@ from torch import Tensor
 
 from hpctrain.config import CompareConfig, Config, load_toml
 from hpctrain.errors import UsageError
-from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
 from hpctrain.plan import read_plan
 from hpctrain.report.console import make_console
 from hpctrain.report.fields import Record, fields_marked
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
-from hpctrain.report.find import find_folder
+from hpctrain.report.find import NETWORK_FILE, find_folder
 from hpctrain.report.history import History
 from hpctrain.report.record import read_records
 from hpctrain.text import brief, listed, say
@@ -46,7 +45,7 @@ def main(settings: CompareConfig) -> int:
     if settings.plot:
         check_name(Path(settings.plot), "--plot")
     folders = [find_folder(run, settings.runs_dir) for run in (settings.first, settings.second)]
-    a, b = (read_model(folder / FILE)[0] for folder in folders)
+    a, b = (read_model(folder / NETWORK_FILE)[0] for folder in folders)
     if settings.plot:
         _plot(settings, a, b)
     notes, problems = _add_checkpoints(folders, a, b)

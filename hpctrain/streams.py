@@ -136,20 +136,20 @@ class Snapshot:
 
 
 def copy_to_host(
-    queued: Iterator[tuple[Name, Tensor]], device: torch.device
-) -> Iterator[tuple[Name, np.ndarray]]:
+    queued: Iterator[tuple[Name, dict[str, Tensor]]], device: torch.device
+) -> Iterator[tuple[Name, dict[str, np.ndarray]]]:
     """Copy tensors to the host in the order in which they are `queued` on the device.
 
     Each is read after IN_FLIGHT more have been queued, so that the device always has work.
     """
-    waiting: deque[tuple[Name, Snapshot]] = deque()
-    for name, tensor in queued:
-        waiting.append((name, Snapshot(tensor)))
+    waiting: deque[tuple[Name, dict[str, Snapshot]]] = deque()
+    for name, tensors in queued:
+        waiting.append((name, {key: Snapshot(tensor) for key, tensor in tensors.items()}))
         if len(waiting) > IN_FLIGHT[device.type]:
-            name, snapshot = waiting.popleft()
-            yield name, snapshot.array()
-    for name, snapshot in waiting:
-        yield name, snapshot.array()
+            name, copies = waiting.popleft()
+            yield name, {key: copy.array() for key, copy in copies.items()}
+    for name, copies in waiting:
+        yield name, {key: copy.array() for key, copy in copies.items()}
 
 
 class Clock:

@@ -23,8 +23,8 @@ POINTS = {  # phase -> function; the fault may happen before each call of it
     "start": "hpctrain.training.train:set_up",
     "load": "hpctrain.data.loader:Loader._read_step",
     "step": "hpctrain.parallel.batchnorm:BatchNorms.merge",
-    "evaluation": "hpctrain.inference.tasks:Classification.evaluate",
-    "evaluate": "hpctrain.inference.tasks:Classification.evaluate",
+    "evaluation": "hpctrain.tasks:Classification.evaluate",
+    "evaluate": "hpctrain.tasks:Classification.evaluate",
     "writing": "hpctrain.models.weights:whole_file",  # a checkpoint has been begun
     "rename": "os:replace",  # of a checkpoint
     "finalize": "hpctrain.parallel.mpi:MPI.Finalize",

@@ -18,7 +18,7 @@ FLOORS = (
     "hpctrain errors text typed config* files fault cluster streams watchdog data.partition",
     "plan",
     "data* parallel* models* report*",
-    "training* inference* packing*",
+    "tasks training* inference* packing*",
     "*",
 )
 ONLY_IN = {

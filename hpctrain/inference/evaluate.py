@@ -3,51 +3,57 @@
     mpirun -n 4 python -m hpctrain evaluate RUN --data flowers.h5
 
 The split is divided into fixed blocks of samples; each rank computes a contiguous run of blocks.
-The sums of all blocks are gathered and added in block order. The confusion matrix is sparse. Random
-numbers that a network draws in evaluation mode depend on the block.
+The sums of all blocks are gathered and added exactly, by math.fsum: the order has no effect.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import heapq
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
-from hpctrain.config import EvaluateConfig
-from hpctrain.data.loader import Prepare, make_pairs
-from hpctrain.data.pack import Pack
+from hpctrain.config import (
+    EvaluateConfig,
+    NetworkConfig,
+    PredictConfig,
+    require_trust,
+)
+from hpctrain.data.loader import read_samples
+from hpctrain.data.pack import External, Pack, is_pack, read_pack
+from hpctrain.data.partition import random_key
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
-from hpctrain.inference.blocks import Block, block_key, blocks_of, compute_blocks
-from hpctrain.inference.gallery import (
-    Answer,
-    draw_answers,
-    most_confident,
-    name_rows,
-    picture_path,
-    read_rows,
-)
-from hpctrain.inference.opening import open_network, open_pack_for, own_task
-from hpctrain.inference.own import TAKEN, refuse_names
-from hpctrain.inference.tasks import Task
-from hpctrain.models import evaluating
-from hpctrain.parallel.device import fork_rng, torch_settings
-from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root, start_mpi
-from hpctrain.parallel.reduce import allreduce
+from hpctrain.inference.network import Inference, TrainedNetwork, find_model, require_split
+from hpctrain.packing.builtin import locate
+from hpctrain.parallel.device import torch_settings
+from hpctrain.parallel.mpi import Comm, agreed, allgather, fair_threads, on_all, on_root, start_mpi
+from hpctrain.parallel.transport import open_device
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.tables import print_evaluation, write_json
-from hpctrain.streams import Upload
-from hpctrain.text import say
-from hpctrain.watchdog import doing, started
+from hpctrain.tasks import ANSWERS, TAKEN, Functions, Task, check_task, import_own
+from hpctrain.text import brief, say
+from hpctrain.watchdog import started
 
-GATHERED = 1 << 21  # cells of confusion matrices that a rank receives at once: 32 MiB
+if TYPE_CHECKING:
+    from hpctrain.inference.images import Images
+
+CHECKED_ROWS = 32  # with which own functions are tested
+
+
+class Answer(NamedTuple):
+    """The network's answer to one image."""
+
+    row: int  # of the split, or of the list of files
+    label: int | None  # true class, if known
+    prediction: int  # class with the largest probability
+    probability: float
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Evaluation:
     metrics: dict[str, float]  # figures of --metric
     counts: Confusion | None  # sparse confusion matrix
     mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
-    classes: tuple[str, ...] = ()  # names of the K classes
+    classes: tuple[str, ...]  # names of the K classes
 
     @property
     def loss(self) -> float:
@@ -88,76 +94,205 @@ class Evaluation:
         return {"rows": self.rows, **self.means, "accuracy": self.accuracy, **own}
 
 
+def evaluate(
+    inference: Inference,
+    split: Split,
+    comm: Comm,
+    go_on: Callable[[], bool] = lambda: True,
+    kept: int = 0,
+) -> Evaluation | None:
+    """Evaluate a network in its task over all samples of a split. Collective.
+
+    The result includes the `kept` most confident mistakes. `go_on` is called before each block; if
+    it returns False on any rank, that rank's other blocks are skipped, and all ranks return None.
+    Raises RunError on all ranks for samples that are corrupt or not finite, and UsageError if the
+    metric did not name the same figures for all blocks.
+    """
+    task, blocks = inference.task, inference.blocks(len(split))
+    numbers = range(blocks * comm.rank // comm.size, blocks * (comm.rank + 1) // comm.size)
+    counts, sums, bad, mistakes = Confusion(task.classes), [], Bad(), list[Answer]()
+    with on_all(comm):
+        compute = partial(task.evaluate, inference.model)
+        for block, found in inference.outputs(split, numbers, compute, go_on):
+            bad |= block.bad
+            if task.classes and block.labels is not None:
+                answers, sure = found.pop(ANSWERS)
+                answers = answers.astype(np.int64)
+                counts.add(block.labels, answers)
+                each = block.rows, block.labels, answers, sure
+                wrong = answers != block.labels
+                mistakes += map(Answer, *(values[wrong].tolist() for values in each))
+                mistakes = most_confident(mistakes, kept)
+            sums.append({name: pair.tolist() for name, pair in found.items()})
+    parts = allgather(comm, (sums, bad, mistakes, counts.cells))
+    if text := describe_first(part[1] for part in parts):
+        raise agreed(RunError(text))
+    of_blocks = [each for part in parts for each in part[0]]
+    if len(of_blocks) < blocks:
+        return None
+    figures = {}
+    for name in of_blocks[0]:
+        if any(each.keys() != of_blocks[0].keys() for each in of_blocks):
+            text = "did not give the same figures for each part of the split"
+            raise agreed(UsageError(f"{task.own.metric and task.own.metric.setting} {text}"))
+        total, weight = map(math.fsum, zip(*(each[name] for each in of_blocks), strict=True))
+        figures[name] = total / weight if weight else math.nan
+    return Evaluation(
+        rows=len(split),
+        means={name: value for name, value in figures.items() if name in TAKEN},
+        metrics={name: value for name, value in figures.items() if name not in TAKEN},
+        counts=Confusion(task.classes, np.hstack([p[3] for p in parts])) if task.classes else None,
+        mistakes=most_confident([each for part in parts for each in part[2]], kept),
+        classes=split.pack.classes,
+    )
+
+
+def most_confident(answers: list[Answer], count: int) -> list[Answer]:
+    """Return the `count` answers of the largest probability; of equal ones the first rows."""
+    return heapq.nsmallest(count, answers, lambda each: (-each.probability, each.row))
+
+
+# The subcommand
+
+
 def main(settings: EvaluateConfig) -> int:
     """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
     comm = start_mpi()
     started("reading the network")
 
-    def show(result: Evaluation) -> None:
-        figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
-        loss = "loss" if settings.loss else "mean squared error"
-        print_evaluation(figures, result.counts, result.classes, settings.split, loss)
-
-    evaluate_saved(settings, comm, show)
+    evaluate_saved(settings, comm, printed=True)
     return 0
 
 
-def evaluate_saved(
-    settings: EvaluateConfig, comm: Comm, show: Callable[[Evaluation], None] = lambda result: None
-) -> Evaluation:
+def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> TrainedNetwork:
+    """Load the network that the settings name onto this rank's device. Collective."""
+    path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
+    device = open_device(comm, settings.device)
+    torch.set_num_threads(settings.threads or fair_threads(comm))  # launchers set 1 or all cores
+    how = settings.trust_code, settings.precision, settings.batch_size
+    with on_all(comm):
+        return TrainedNetwork(path, device, *how)
+
+
+def find_pack(network: TrainedNetwork, settings: NetworkConfig) -> Pack:
+    """Open the pack of --data, by default the one of training (rank 0).
+
+    Raises UsageError if there is none, or if it is not like the one of training.
+    """
+    known = network.metadata
+    path = locate(settings.data or known["pack"], settings.cache_dir)
+    if known["external"] is None or is_pack(path):
+        pack = read_pack(path)
+    else:
+        from hpctrain.data.external import read_external  # imports h5py
+
+        pack = read_external(path, External(**known["external"]))
+    require_split(pack, settings.split)
+    for what, here, trained in (
+        ("images of shape", pack.image_shape, network.image_shape),
+        ("classes", pack.classes, network.classes),
+        ("uuid", pack.uuid, pack.uuid if settings.data else known["pack_uuid"]),
+    ):
+        if here != trained:
+            raise UsageError(
+                f"{pack.path} is not the pack that {network.path} was trained on, nor like it:"
+                f" {what} {brief(here)}, not {brief(trained)}; give --data"
+            )
+    return pack
+
+
+def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:
     """Evaluate a saved network, and write the files that the settings ask for. Collective.
 
-    Rank 0 first calls `show`, so that a full disk does not lose what was computed.
+    Tables are `printed` before, so that a full disk does not lose what was computed.
     """
     network = open_network(settings, comm)
-    if settings.mistakes and not network.task.classes:
+    inference, path = network.inference, network.path
+    if settings.mistakes and not inference.task.classes:
         raise agreed(UsageError("--mistakes shows wrong classes, and this network restores images"))
-    pack = open_pack_for(network.saved, settings, comm)
-    # With algorithms chosen by timing, the figures would depend on the ranks.
-    exact = torch_settings(network.precision, benchmark=False)
-
-    def go_on(what: str) -> bool:
-        doing(f"{what} of {settings.split}")
-        return True
+    pack = on_root(comm, find_pack, network, settings)
 
     with on_all(comm):
         source = Split(pack, settings.split)
-    with source, exact:
-        how = network.prepare, comm, network.block, go_on, settings.mistakes
-        task = own_task(network, settings, source, comm)
-        found = evaluate(network.model, source, task, *how)
-        assert found is not None  # go_on always returns True
-        result = dataclasses.replace(found, classes=pack.classes)
-        if comm.rank == 0:
-            show(result)
-        on_root(comm, write_mistakes, result, source, settings, network.saved.path)
-    if settings.output:
-        what = Path(settings.output), result, pack, network.saved.path, settings.split
-        on_root(comm, write_evaluation, *what)
+    # With algorithms chosen by timing, the figures would depend on the ranks.
+    with source, torch_settings(inference.task.precision, benchmark=False):
+        inference = inference._replace(task=own_task(network, settings, source, comm))
+        result = evaluate(inference, source, comm, kept=settings.mistakes)
+        assert result is not None  # no block was skipped
+
+        def write() -> None:
+            if printed:
+                loss = "loss" if settings.loss else "mean squared error"
+                figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
+                print_evaluation(figures, result.counts, pack.classes, settings.split, loss)
+            if result.mistakes:
+                picture = picture_path(settings.output, path.with_name("mistakes.png"))
+                lines = draw_answers(picture, source, result.mistakes, pack.classes)
+                total = result.rows - round(result.rows * (result.accuracy or 0))
+                last = f"{picture}: the {len(lines):,} most confident of {total:,} mistakes"
+                say("\n".join([*lines, last]))
+            elif settings.mistakes:
+                say(f"{settings.split}: no mistakes to draw")
+            if settings.output:
+                write_evaluation(Path(settings.output), result, pack, path, settings.split)
+
+        on_root(comm, write)
     return result
 
 
-def write_mistakes(
-    result: Evaluation, source: Split, settings: EvaluateConfig, weights: Path
-) -> None:
-    """Write the picture of --mistakes, if there are any: by default beside `weights` (rank 0)."""
-    if not settings.mistakes or result.counts is None:
-        return
-    total = result.rows - int(result.counts.diagonal().sum())
-    if not total:
-        say(f"{settings.split}: no mistakes to draw")
-        return
-    from hpctrain.report.pictures import write_image  # imports Pillow
+def own_task(network: TrainedNetwork, settings: EvaluateConfig, source: Split, comm: Comm) -> Task:
+    """Return the task of a network with the loss and the metric of the user's own. Collective.
 
-    path = picture_path(settings.output, weights.with_name("mistakes.png"))
-    classes, names = source.pack.classes, name_rows(source, result.mistakes)
-    images = read_rows(source, result.mistakes)
-    short = [PurePath(name).name for name in names]
-    write_image(path, draw_answers(images, result.mistakes, classes, short))
-    for name, (_, label, prediction, probability) in zip(names, result.mistakes, strict=True):
-        true = "" if label is None else f"{classes[label]}, "
-        say(f"{name}: {true}answer {classes[prediction]} ({100 * probability:.1f} %)")
-    say(f"{path}: the {len(result.mistakes):,} most confident of {total:,} mistakes")
+    They are those of --loss and --metric, by default those of the training. Raises UsageError if
+    the latter are not trusted, and as `check_task` does, which calls them with the first samples.
+    """
+    known, inference = network.metadata, network.inference
+    loss, metric = settings.loss or known["own_loss"], settings.metric or known["own_metric"]
+    named = {"loss": loss if loss != settings.loss else None}
+    named["metric"] = metric if metric != settings.metric else None
+    with on_all(comm):
+        require_trust(named, network.path, settings.trust_code)
+        own = Functions(import_own(loss, "--loss"), import_own(metric, "--metric"))
+        task, rows = replace(inference.task, own=own), np.arange(min(CHECKED_ROWS, len(source)))
+        if any(own):
+            images = read_samples(source, rows, inference.prepare)
+            labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
+            pair = task.pair(images, labels, random_key("own functions"))
+            check_task(task, inference.model, *pair)
+    return task
+
+
+def draw_answers(
+    path: Path, source: Split | Images, answers: Sequence[Answer], classes: Sequence[str]
+) -> list[str]:
+    """Write a picture of images of `source`, as they are stored, each above its answer.
+
+    Captions are the image's name, the true class if it is known, and the predicted class and its
+    probability; these two are red if the answer is wrong. Returns them, one line for each image.
+    """
+    from hpctrain.report.pictures import draw_captioned, shown_values, write_image  # imports Pillow
+
+    rows = np.array([each.row for each in answers], np.int64)
+    images, captions, lines = np.empty((len(rows), *source.image_shape), source.dtype), [], []
+    source.gather(rows, images, bad=Bad())
+    for row, label, prediction, probability in answers:
+        name = source.source_of(row) or f"row {row}"
+        true = () if label is None else (f"true: {classes[label]}",)
+        answer = f"answer: {classes[prediction]}", f"{100 * probability:.1f} %"
+        captions.append((PurePath(name).name, *true, *answer))
+        lines.append(", ".join((name, *true, *answer)))
+    wrong = [n for n, each in enumerate(answers) if each.label not in (None, each.prediction)]
+    write_image(path, draw_captioned(shown_values(images), captions, wrong))
+    return lines
+
+
+def picture_path(output: str | None, default: Path) -> Path:
+    """Return the name of the picture beside the file --output, or `default` if there is none."""
+    if output in (None, "-"):
+        return default
+    path = Path(str(output))
+    is_table = path.suffix.lower() in (".csv", ".json")
+    return path.with_suffix(".png") if is_table else Path(f"{path}.png")
 
 
 def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, split: str) -> None:
@@ -173,123 +308,3 @@ def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, sp
         "confusion": None if result.counts is None else result.counts.as_json(),
     }
     write_json(path, figures)
-
-
-BlockSums = dict[str, list[float]]  # by figure: the sums of its values and of their weights
-
-
-@dataclass
-class RankPart:
-    """The results of one rank, without its confusion matrix."""
-
-    sums: list[BlockSums] = field(default_factory=list)  # of its blocks, in order
-    rows: int = 0
-    bad: dict[int, str] = field(default_factory=dict)
-    mistakes: list[Answer] = field(default_factory=list)  # the most confident ones
-    complete: bool = True  # `go_on` never returned False
-
-    def add_mistakes(
-        self, kept: int, rows: np.ndarray, labels: np.ndarray, found: np.ndarray, sure: np.ndarray
-    ) -> None:
-        """Add the mistakes among the answers `found` (n,); keep the `kept` most confident ones."""
-        if kept:
-            wrong = found != labels
-            columns = (values[wrong].tolist() for values in (rows, labels, found, sure))
-            self.mistakes = most_confident([*self.mistakes, *map(Answer, *columns)], kept)
-
-
-def combine(
-    own: RankPart, confusion: Confusion, task: Task, kept: int, comm: Comm
-) -> Evaluation | None:
-    """Combine the results of all ranks; None if one of them is not complete. Collective.
-
-    Raises RunError on all ranks for samples that are corrupt or not finite, and UsageError if the
-    metric did not name the same figures for all blocks.
-    """
-    parts = allgather(comm, own)
-    if bad := describe_first(part.bad for part in parts):
-        raise agreed(RunError(bad))
-    if not all(part.complete for part in parts):
-        return None
-    rows = sum(part.rows for part in parts)
-    blocks, found = [each for part in parts for each in part.sums], dict[str, float]()
-    for other in blocks:
-        if error := refuse_names(task.own.metric, blocks[0], other):
-            raise agreed(error)
-    for name in blocks[0]:
-        total, weight = map(sum, zip(*(each[name] for each in blocks), strict=True))
-        found[name] = total / weight if weight else math.nan
-    means = {name: found.pop(name) for name in blocks[0] if name in TAKEN}
-    mistakes = most_confident((each for part in parts for each in part.mistakes), kept)
-    if not task.classes:
-        return Evaluation(rows, means, found, None, mistakes)
-    return Evaluation(rows, means, found, sum_confusion(confusion, comm), mistakes)
-
-
-def sum_confusion(own: Confusion, comm: Comm) -> Confusion:
-    """Sum the confusion matrices of all ranks, a range of true classes at a time. Collective.
-
-    A rank thus receives about `GATHERED` cells at once, or those of one class if there are more.
-    """
-    numbers, _ = own.cells
-    by_class = np.bincount(numbers // own.classes, minlength=own.classes).astype(np.float64)
-    allreduce(comm, by_class)
-    rounds = (np.cumsum(by_class) // GATHERED).astype(np.int64)
-    ends = own.classes * (np.flatnonzero(np.diff(rounds, append=rounds[-1] + 1)) + 1)
-    parts = np.split(own.cells, np.searchsorted(numbers, ends)[:-1], axis=1)
-    found = [Confusion(own.classes, np.hstack(allgather(comm, part))).cells for part in parts]
-    return Confusion(own.classes, np.hstack(found))
-
-
-def evaluate(
-    model: nn.Module,
-    source: Split,
-    task: Task,
-    prepare: Prepare,
-    comm: Comm,
-    block: int,
-    go_on: Callable[[str], bool] = lambda what: True,
-    kept: int = 0,
-) -> Evaluation | None:
-    """Evaluate `model` in `task` over all samples of `source`. Collective.
-
-    The result includes the `kept` most confident mistakes. `go_on` is called with a description of
-    the next action; if it returns False on any rank, that rank's remaining blocks are skipped, and
-    all ranks return None.
-    """
-    total, device = len(source), next(model.parameters()).device
-    upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
-    confusion, own = Confusion(task.classes), RankPart()
-    names: list[list[str]] = []  # of the figures, by block: one more may be under way
-
-    def load(number: int, rows: np.ndarray) -> Block:
-        bad = Bad()
-        source.gather(rows, upload.buffer(len(rows)), bad=bad)
-        (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair, bad)
-        return Block(number, rows, bad, pair)
-
-    def compute(block: Block) -> torch.Tensor:
-        found, answers = task.evaluate(model, *block.tensors)
-        names.append(list(found))
-        sums = torch.stack([each.double() for pair in found.values() for each in pair])
-        return torch.cat([sums, *(part.double() for part in answers or ())])
-
-    def go_on_here(what: str) -> bool:
-        own.complete = go_on(what)
-        return own.complete
-
-    with evaluating(model), fork_rng(device), on_all(comm):
-        parts = blocks_of(total, block, comm.size, comm.rank)
-        for each, values in compute_blocks(load, compute, parts, upload, go_on_here):
-            figures = names[len(own.sums)]
-            sums, rest = np.split(values, [2 * len(figures)])
-            own.sums.append(dict(zip(figures, sums.reshape(-1, 2).tolist(), strict=True)))
-            own.rows += len(each.rows)
-            own.bad |= each.bad
-            if task.classes:
-                labels, (found, sure) = source.read_labels(each.rows, each.bad), rest.reshape(2, -1)
-                found = found.astype(np.int64)
-                confusion.add(labels, found)
-                own.add_mistakes(kept, each.rows, labels, found, sure)
-        go_on("waiting for all")
-    return combine(own, confusion, task, kept, comm)

@@ -14,61 +14,97 @@ that of the network in torch.
 from __future__ import annotations
 
 import importlib.util
+import json
+import logging
 import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain.config import ExportConfig
-from hpctrain.data.augment import to_input
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.files import whole_file, writing
-from hpctrain.inference.export_formats import (
-    Exported,
-    Run,
-    describe_tensors,
-    open_file,
-    write_onnx,
-    write_pt2,
-)
-from hpctrain.inference.network import Saved, find_model, restore
-from hpctrain.inference.tasks import network_output
+from hpctrain.inference.network import TrainedNetwork, find_model
+from hpctrain.parallel.device import place
+from hpctrain.tasks import network_output
 from hpctrain.text import say
 
 SUFFIXES = ".onnx", ".pt2"
+METADATA = "hpctrain.json"  # name of the extra file in a .pt2
+KEPT = ("hpctrain", "model", "task", "image_shape", "classes", "mean", "std", "run", "step")
+INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
 TOLERANCE = 1e-4  # of the largest output, or of 1 if that is smaller; 1 level for uint8 images
 
 
+class Preprocess(nn.Module):
+    """Scales uint8 images (N, H, W, C) to a network's input, as ``data.augment.to_input``."""
+
+    def __init__(self, scaling: tuple[list[float], list[float]], dtype: torch.dtype) -> None:
+        super().__init__()
+        mean, std = (torch.tensor(each).double().view(-1, 1, 1) for each in scaling)
+        self.scale = nn.Buffer((1 / (255 * std)).to(dtype))
+        self.offset = nn.Buffer((-mean / std).to(dtype))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the input (N, C, H, W)."""
+        return images.permute(0, 3, 1, 2).to(self.scale.dtype) * self.scale + self.offset
+
+
+class ToBytes(nn.Module):
+    """Rounds images (N, C, H, W) in [0, 1] to uint8 images (N, H, W, C)."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the images."""
+        return (images.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+
+
 def main(settings: ExportConfig) -> int:
     """``hpctrain export``: write a network as ONNX or .pt2, after comparing it with torch."""
-    path = find_model(settings.run, settings.runs_dir, settings.best)
-    output = output_file(settings, path)
-    saved = restore(path, settings.trust_code)
-    images = make_images(saved, settings.batch_size or COMPARED)
-    exported = Exported(saved, settings.preprocess).eval().requires_grad_(False)
-    with torch.no_grad(), writing(output), whole_file(output) as file:
-        write = write_onnx if output.suffix == ".onnx" else write_pt2
-        opset = write(file, exported, settings.batch_size, saved)
-        file.flush()
-        run = open_file(file, output.suffix)
-        found = compare(run, exported, saved, images, settings) if run else None
-        size = file.seek(0, os.SEEK_END)
-    say(f"{output}: {size / 1e6:,.1f} MB{opset}, {describe_tensors(exported, saved, settings)}")
+    path, fixed = find_model(settings.run, settings.runs_dir, settings.best), settings.batch_size
+    output = Path(settings.output) if settings.output else path.with_suffix(".onnx")
+    check_output(output)
+    network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code, "fp32")
+    model, known = place(network.model, network.device, channels_last=False), network.metadata
+    name = "scores" if network.inference.task.classes else "restored"
+    shape, generator = (fixed or COMPARED, *network.image_shape), torch.Generator().manual_seed(0)
+    images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    with torch.no_grad(), writing(output), whole_file(output) as file, in_one_line(fixed):
+        inputs = network.inference.prepare(images, 0).contiguous()
+        expected = network_output(model, inputs, "fp32")
+        if settings.preprocess:
+            scaling = known["mean"] or [0.0], known["std"] or [1.0]
+            after = [ToBytes()] if name == "restored" else []
+            model = nn.Sequential(Preprocess(scaling, inputs.dtype), model, *after)
+            inputs, expected = images, nn.Sequential(*after)(expected)
+        kept = {each: known[each] for each in KEPT if each in known}
+        kept |= {"preprocess": settings.preprocess, "output": name}
+        opset = write_file(file, output.suffix, model.eval(), inputs[: fixed or 2], fixed, kept)
+        size, run = file.seek(0, os.SEEK_END), open_file(file, output.suffix)
+        counts = [len(images)] if fixed else [len(images), 1]
+        found = max(compare(run, inputs[:n], expected[:n]) for n in counts) if run else None
+    shapes = [
+        f"{str(each.dtype)[6:]} ({', '.join(map(str, (fixed or 'N', *each.shape[1:])))})"
+        for each in (inputs, expected)
+    ]
+    say(f"{output}: {size / 1e6:,.1f} MB{opset}, {INPUT} {shapes[0]} -> {name} {shapes[1]}")
     if found is None:
         say("  not compared with torch: pip install onnxruntime")
     else:
         say(f"  differs from torch by at most {found:.2g} on {len(images)} images of random bytes")
-    if saved.metadata.get("precision") == "bf16":
+    if known["precision"] == "bf16":
         say("  computes in float32: compare it with evaluate --precision fp32")
     return 0
 
 
-def output_file(settings: ExportConfig, model: Path) -> Path:
-    """Return the file to write. Raises UsageError if it exists, or packages are missing."""
-    path = Path(settings.output) if settings.output else model.with_suffix(".onnx")
+def check_output(path: Path) -> None:
+    """Raise UsageError if a file cannot be written because it exists, or packages are missing."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--output {path}: export writes {' and '.join(SUFFIXES)} files")
     if path.exists():
@@ -79,38 +115,83 @@ def output_file(settings: ExportConfig, model: Path) -> Path:
             f"{path}: ONNX needs {' and '.join(missing)}: pip install 'hpctrain[export]';"
             " a .pt2 file needs nothing more"
         )
-    return path
 
 
-def make_images(saved: Saved, count: int) -> Tensor:
-    """Return images (n, H, W, C) of random bytes to compare with."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(
-        0, 256, (count, *saved.image_shape), dtype=torch.uint8, generator=generator
-    )
+@contextmanager
+def in_one_line(fixed: int | None) -> Iterator[None]:
+    """Hide the warnings of torch's exporter, and raise the errors of libraries as RunError."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (Failure, OSError):
+        raise
+    except Exception as error:  # some classes of onnxruntime are not public
+        hint = "" if fixed else "; try --batch-size N, a fixed number of images"
+        cause = first_line(error.__cause__ or error)
+        raise RunError(f"this network cannot be exported: {cause}{hint}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
-def compare(
-    run: Run, exported: Exported, saved: Saved, images: Tensor, settings: ExportConfig
-) -> float:
-    """Return the largest difference between a file and the network in torch, on `images`.
+def write_file(
+    file: BinaryIO,
+    suffix: str,
+    model: nn.Module,
+    example: Tensor,
+    fixed: int | None,
+    facts: dict[str, Any],
+) -> str:
+    """Write a file for inputs as `example`, any number of them unless it is `fixed`.
 
-    Files for any number of images get all of them, then one. Raises RunError if they differ.
+    It also holds the `facts`. Returns its opset as text, "" if it has none.
     """
-    mean, std = saved.scaling or (None, None)
-    inputs = to_input(images, mean, std, exported.dtype, channels_last=False)
-    expected = network_output(saved.model, inputs, "fp32").double()
-    limit = TOLERANCE * max(1.0, expected.abs().max().item())
-    if exported.inside and exported.restores:
-        expected, limit = (expected.permute(0, 2, 3, 1).clamp(0, 1) * 255).round(), 1.0
-    differences = []
-    for count in (len(images),) if settings.batch_size else (len(images), 1):
-        found = run(exported.input_of(images[:count], saved)).astype(np.float64)
-        wanted = expected[:count].numpy()
-        if found.shape != wanted.shape:
-            raise RunError(f"the file gives {found.shape} for {count} images, not {wanted.shape}")
-        differences.append(np.abs(found - wanted).max())
-    largest = float(np.max(differences))  # NaN if one of them is
+    varies = (None if fixed else {0: torch.export.Dim("batch_size", min=1)},)
+    if suffix == ".pt2":
+        program = torch.export.export(model, (example,), dynamic_shapes=varies)
+        torch.export.save(program, file, extra_files={METADATA: json.dumps(facts)})
+        return ""
+    made = torch.onnx.export(
+        model,
+        (example,),
+        dynamo=True,
+        verbose=False,
+        input_names=[INPUT],
+        output_names=[facts["output"]],
+        dynamic_shapes=varies,
+    )
+    assert made is not None  # it is with dynamo
+    for name, value in facts.items():
+        made.model.metadata_props[name] = value if isinstance(value, str) else json.dumps(value)
+    file.write(made.model_proto.SerializeToString())
+    return f", opset {made.model.opset_imports['']}"
+
+
+def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray] | None:
+    """Read an exported file back as a function; None if there is nothing to run it with."""
+    file.seek(0)
+    if suffix == ".pt2":
+        module = torch.export.load(file).module()
+        return lambda images: np.asarray(module(images))
+    if not importlib.util.find_spec("onnxruntime"):
+        return None
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(file.read(), options, ["CPUExecutionProvider"])
+    return lambda images: np.asarray(session.run(None, {INPUT: images.numpy()})[0])
+
+
+def compare(run: Callable[[Tensor], np.ndarray], given: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of a file's output from `expected`. Raises RunError."""
+    found, wanted = run(given).astype(np.float64), expected.double().numpy()
+    if found.shape != wanted.shape:
+        raise RunError(f"the file gives {found.shape} for {len(given)} images, not {wanted.shape}")
+    limit = 1.0 if expected.dtype == torch.uint8 else TOLERANCE * max(1.0, np.abs(wanted).max())
+    largest = float(np.abs(found - wanted).max())  # NaN if one of them is
     if not largest <= limit:
         raise RunError(
             f"the file's output differs from the network's by {largest:.3g}, more than"

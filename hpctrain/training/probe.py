@@ -23,12 +23,11 @@ from hpctrain.data.loader import Prepare, read_samples
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.inference.own_check import check_task
-from hpctrain.inference.tasks import Task, network_output, output_shape
 from hpctrain.models import as_bytes, evaluating
 from hpctrain.models.build import check_names, checked_output
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import explain_errors, fork_rng, seed_torch
+from hpctrain.tasks import Task, check_task, network_output, output_shape
 from hpctrain.text import listed
 
 FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them

@@ -20,11 +20,11 @@ from hpctrain.data.loader import Loader, Prepare
 from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
-from hpctrain.inference.tasks import Task
 from hpctrain.parallel.mpi import Comm, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
 from hpctrain.report.record import Recorder
+from hpctrain.tasks import Task
 from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control
 from hpctrain.training.trainer import Trainer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,11 +22,7 @@ from hpctrain.data.pack import External, Pack, SplitInfo, images_note, read_pack
 from hpctrain.data.partition import assign_shards, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
-from hpctrain.inference.network import find_model
-from hpctrain.inference.opening import require_split
-from hpctrain.inference.own import import_functions, import_own, with_augment
-from hpctrain.inference.own_check import check_augment
-from hpctrain.inference.tasks import make_task, output_shape
+from hpctrain.inference.network import find_model, require_split
 from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
@@ -40,6 +37,14 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.parallel.transport import open_device, open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
+from hpctrain.tasks import (
+    Functions,
+    augment_by,
+    check_augment,
+    import_own,
+    make_task,
+    output_shape,
+)
 from hpctrain.text import brief, counted, listed
 from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.optimizer import freeze
@@ -88,7 +93,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     precision = begun.precision if begun else config.precision
     resolved = {"precision": precision, "class_weights": weights}
     with on_all(comm):
-        own = import_functions(config.loss, config.metric)
+        own = Functions(import_own(config.loss, "--loss"), import_own(config.metric, "--metric"))
         task = make_task({**vars(config), **resolved}, len(pack.classes), like, own)
         scaling, why = choose_scaling(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
@@ -129,12 +134,12 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     train, order = open_order(config, plan, train, own_shards, comm)
     augmentation = Augmentation(config.flip, config.shift)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
-    if config.augment:
-        with on_all(comm):
-            function = import_own(config.augment, "--augment", "images", "generator")
+    with on_all(comm):
+        function = import_own(config.augment, "--augment")
+    if function:
         rows, key = np.arange(min(FIRST_ROWS, len(train))), random_key("own functions")
         on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
-        augmented = with_augment(function, augmented)
+        augmented = partial(augment_by, function, augmented)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
     texts = sharing, init, why, frozen, kept, images_note(pack)
     return Run(

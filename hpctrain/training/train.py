@@ -14,7 +14,6 @@ from pathlib import Path
 from hpctrain.cluster import LEFT
 from hpctrain.config import Config, check_settings
 from hpctrain.errors import RunError
-from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.models import read_model
 from hpctrain.parallel.device import explain_errors, torch_settings
 from hpctrain.parallel.mpi import (
@@ -26,6 +25,7 @@ from hpctrain.parallel.mpi import (
     start_mpi,
 )
 from hpctrain.plan import check_unchanged, describe_plan
+from hpctrain.report.find import NETWORK_FILE
 from hpctrain.report.record import Recorder
 from hpctrain.text import counted, say
 from hpctrain.training import folder
@@ -109,7 +109,7 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
     Raises UsageError if its data has changed, or its network is missing or corrupt.
     """
     check_unchanged("pack", earlier.plan.pack_uuid, find_pack(earlier.config).uuid)
-    _, known = read_model(earlier.folder / MODEL_FILE)
+    _, known = read_model(earlier.folder / NETWORK_FILE)
     epochs = counted(earlier.plan.epochs, "epoch")
     say(f"The run {earlier.folder} is finished, {epochs}: a larger --epochs extends it")
     reached = known.get("step", 0), known.get("epoch", 0), known.get("figures", {})

@@ -20,7 +20,6 @@ from torch import Tensor
 from hpctrain import __version__
 from hpctrain.config import Config
 from hpctrain.data.loader import Batch
-from hpctrain.inference.tasks import Task
 from hpctrain.models import as_bytes
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import hardware_key, seed_torch
@@ -31,6 +30,7 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
 from hpctrain.streams import IN_FLIGHT, Clock
+from hpctrain.tasks import Task
 from hpctrain.training.compute import make_backward
 from hpctrain.training.control import StepFlags
 from hpctrain.training.optimizer import (

@@ -12,11 +12,10 @@ import torch
 from hpctrain.errors import Failure
 from hpctrain.fault import fault
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
-from hpctrain.inference.network import FILE as MODEL_FILE
-from hpctrain.inference.network import describe
+from hpctrain.inference.network import Inference, describe
 from hpctrain.models import read_model, save_model, snapshot
 from hpctrain.parallel.mpi import agreed, on_all, on_root
-from hpctrain.report.find import best_file, evaluation_file
+from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
 from hpctrain.training.run import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing
 
@@ -84,7 +83,7 @@ def describe_network(run: Run) -> dict[str, Any]:
 def save_network(run: Run) -> None:
     """Write the network that is evaluated to model.safetensors (rank 0)."""
     with evaluated_network(run):
-        save_model(run.folder / MODEL_FILE, run.trainer.model, describe_network(run))
+        save_model(run.folder / NETWORK_FILE, run.trainer.model, describe_network(run))
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
@@ -95,18 +94,17 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     state, comm = run.progress, run.comm
     began = time.perf_counter()
 
-    def go_on(what: str) -> bool:
-        doing(f"{what} in the evaluation of {split} after step {state.step}")
+    def go_on() -> bool:
         return run.control.preempted_by(evaluating=True) is None
 
     run.recorder.phase(f"evaluating {split}")
     fault("evaluation.begun")
-    model, prepare, block = run.trainer.model, run.prepare, run.plan.evaluation_rows
+    inference = Inference(run.trainer.model, run.task, run.prepare, run.plan.evaluation_rows)
     try:
         with on_all(comm):
             source = run.split(split)
         with evaluated_network(run):
-            result = evaluate(model, source, run.task, prepare, comm, block, go_on)
+            result = evaluate(inference, source, comm, go_on)
     except Failure as error:
         if not error.agreed:
             raise
@@ -148,7 +146,7 @@ def test(run: Run) -> dict[str, float | None]:
             continue
         if (result := evaluation(run, split)) is None:
             break
-        what = result, run.pack, run.folder / MODEL_FILE, split
+        what = result, run.pack, run.folder / NETWORK_FILE, split
         on_root(run.comm, write_evaluation, evaluation_file(run.folder, split), *what)
         name, value = ("accuracy", result.accuracy) if run.task.classes else ("loss", result.loss)
         found[f"{split}_{name}"] = value

@@ -51,6 +51,7 @@ def one_step(**settings: Any) -> str:
     from mpi4py import MPI
 
     from hpctrain.inference.evaluate import evaluate
+    from hpctrain.inference.network import Inference
     from hpctrain.training.setup import set_up
 
     config = Config(model="digits", deterministic=True, batch_size=7, **settings)
@@ -60,7 +61,8 @@ def one_step(**settings: Any) -> str:
     run.trainer.step(next(batches), run.plan.partition.total(0))
     batches.close()
     with run.split("test") as source:
-        result = evaluate(run.trainer.model, source, run.task, run.prepare, MPI.COMM_SELF, 256)
+        inference = Inference(run.trainer.model, run.task, run.prepare, 256)
+        result = evaluate(inference, source, MPI.COMM_SELF)
     run.close()
     return f"{run.trainer.checksums()} {result and result.figures()}"
 

@@ -347,12 +347,12 @@ evaluate nothing
 evaluate begun
 evaluate swept --trust-code | swept --best
 evaluate done --split validation | validation train test
-evaluate done --data tiny.h5 | tiny.h5 4x4 done
+evaluate done --data tiny.h5 | tiny.h5 28 done
 evaluate done --device cuda | --device cuda
 evaluate done --loss tests.support.own_functions:mean | --loss tests.support.own_functions:mean
 evaluate done --metric absent:metric | --metric absent:metric
-evaluate shape.safetensors | shape.safetensors image_shape
-evaluate classes.safetensors | classes.safetensors classes
+evaluate shape.safetensors
+evaluate classes.safetensors
 evaluate plain.h5
 predict done missing.png | missing.png
 predict done bad | bad

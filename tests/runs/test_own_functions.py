@@ -147,14 +147,6 @@ def test_the_test_at_the_start_changes_neither_network_nor_random_numbers(pack):
         assert torch.equal(weights_of(tested)[name], expected)
 
 
-@pytest.mark.parametrize("name", ["centred", "centred_chances"])
-def test_outputs_that_are_alike_hide_nothing(pack, name):
-    """As those of a network with its first weights often are."""
-    words = ["--data", pack, "--model", "tests.support.nets:Alike"]
-    ended = command(1, "train", *words, "--loss", own(name), "--dry-run")
-    assert ended.code == 2 and own(name) in ended.err
-
-
 def test_functions_of_the_training_are_imported_with_trust_code_only(pack):
     """By evaluate, unless others are given, and by --config; predict needs none."""
     functions = {"loss": own("focal"), "metric": own("top3"), "augment": own("darken")}

@@ -111,8 +111,8 @@ def make_order(name, partition, seed, labels=None, everywhere=False, **blocks):
 __all__ += ["Permutation", "make_order"]
 
 # Training steps: what is checked before the first one and after each
-from hpctrain.inference.tasks import Classification
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
+from hpctrain.tasks import Classification
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
@@ -146,7 +146,7 @@ from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
 from hpctrain.data.images import draw_crops
 from hpctrain.data.pack import External, images_note
-from hpctrain.inference.tasks import add_noise
+from hpctrain.tasks import add_noise
 
 __all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
 __all__ += ["images_note", "read_external"]

@@ -322,18 +322,6 @@ class PairsOnly(OneLayer):
         return super().forward(x.reshape(2, -1) if len(x) == 2 else x)
 
 
-class Alike(OneLayer):
-    """Gives all images the same probabilities, with its first weights."""
-
-    def __init__(self, image_shape, classes):
-        super().__init__(image_shape, classes)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x):
-        return super().forward(x).softmax(1)
-
-
 class OutOfMemory(OneLayer):
     """In training, from the sixth pass on, there is no memory left: what it does is called."""
 

@@ -85,18 +85,6 @@ def in_place(outputs, targets):
     return -outputs.gather(1, targets[:, None])[:, 0]
 
 
-def centred(outputs, targets):
-    """Depends on the batch, unless all its outputs are alike."""
-    return cross_entropy(outputs - outputs.mean(0), targets)
-
-
-def centred_chances(chances, targets):
-    """The same of probabilities; torch refuses others."""
-    true = F.one_hot(targets, chances.shape[1]).to(chances)
-    entropy = F.binary_cross_entropy(chances, true, reduction="none").sum(1)
-    return entropy * (1 + (chances - chances.mean(0)).abs().sum(1))
-
-
 def detached(outputs, targets):
     return cross_entropy(outputs.detach(), targets)
 
