@@ -295,6 +295,8 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
         if name in FREE:
             continue
         kept[name] = getattr(before, name)
+        if config.init and name in ("model", "small_stem") and new == field.default:
+            continue  # those of the network of --init
         old = plan.precision if name == "precision" else kept[name]  # as resolved
         if new != old and (new != field.default or name in plan.chosen):
             flag = flag_of(name)

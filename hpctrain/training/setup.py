@@ -23,7 +23,8 @@ from hpctrain.data.partition import assign_shards, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model, require_split
-from hpctrain.models import InitialWeights, build, check_forward, load_init
+from hpctrain.models import InitialWeights, build, check_forward, load_init, read_model
+from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import place
@@ -161,6 +162,25 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         },
         notes=[str(text) for text in texts if text],
     )
+
+
+def use_network_of_init(config: Config) -> Config:
+    """Return the settings with the network of the file of --init, unless --model is given (rank 0).
+
+    A file of another program does not say which it is. Raises UsageError as `find_model` does, and
+    for a function of the user's own, which is imported only if it is named on the command line.
+    """
+    if config.init is None or config.model != "auto":
+        return config
+    path = find_model(config.init, config.runs_dir)
+    known = {} if is_torch_file(path) else read_model(path)[1]
+    if known.get("task") != config.task:
+        return config
+    name = known["model"]
+    if ":" in name and not name.startswith("timm:"):
+        raise UsageError(f"--init {config.init}: its network is {name}: give --model {name}")
+    small = config.small_stem or known["small_stem"]
+    return dataclasses.replace(config, model=name, small_stem=small)
 
 
 def find_pack(config: Config) -> Pack:

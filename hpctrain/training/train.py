@@ -34,7 +34,7 @@ from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadl
 from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.loop import compare_ranks, save_checkpoint, train_epochs
 from hpctrain.training.run import CannotContinue, NonFinite, Run
-from hpctrain.training.setup import find_pack, require_validation, set_up
+from hpctrain.training.setup import find_pack, require_validation, set_up, use_network_of_init
 from hpctrain.training.validate import choose_network, save_network, test, validate
 from hpctrain.watchdog import HEARTBEATS, current, doing, started, waiting
 
@@ -82,7 +82,7 @@ def run_training(
         earlier = on_root(comm, folder.find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
             return on_root(comm, say_finished, earlier)
-        config = earlier.config if earlier else config
+        config = earlier.config if earlier else on_root(comm, use_network_of_init, config)
         precision = earlier.plan.precision if earlier else config.precision
         stack.enter_context(torch_settings(precision, config.deterministic))
         run = stack.enter_context(closing(set_up(config, comm, earlier)))

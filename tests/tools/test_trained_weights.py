@@ -16,7 +16,7 @@ from tests.support.api import command_line, save_model
 from tests.support.packs import make_pack
 from tests.support.ranks import alone, command
 from tests.support.records import read_strictly
-from tests.support.runs import RUNS, SAME
+from tests.support.runs import RUNS, SAME, train_once
 
 TRAIN = ["--batch-size", "16", "--threads", "1", "--progress", "none"]
 OWN = """from torch import nn
@@ -66,6 +66,24 @@ def test_first_weights_may_come_from_a_run_by_name(trained_copy, trained):
         for name in ("plain", "b")
     )
     assert torch.equal(first, then)
+
+
+def test_first_weights_may_come_with_their_network(tmp_path):
+    """Also when the run is resumed. A function of the user's own is named on the command line."""
+    pack = make_pack(tmp_path / "a.h5", {"train": 29, "test": 7}, (16, 16, 3))
+    networks = {"own": ["tests.support.nets:OneLayer"], "small": ["resnet18", "--small-stem"]}
+    for name, model in networks.items():
+        train_once(pack, "--model", *model, run=name)
+        own = ["--model", *model] * (name == "own")
+        for epochs in "12":
+            train_once(pack, "--init", name, *own, "--epochs", epochs, run=f"from-{name}")
+        known = hp.load(tmp_path / f"runs/from-{name}", trust_code=True).metadata
+        assert known["model"] == model[0] and known["small_stem"] == (name == "small")
+        assert known["epoch"] == 2
+    words = ["--data", pack, "--runs-dir", tmp_path / "runs", "--init", "own", *TRAIN]
+    for more, hint in (([], f"--model {networks['own'][0]}"), (["--model", "digits"], "own")):
+        ended = command(1, "train", *words, *more)
+        assert ended.code == 2 and hint in ended.err
 
 
 def test_a_last_layer_that_starts_fresh_is_recorded_once(trained, trained_copy):
