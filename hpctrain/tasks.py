@@ -9,17 +9,9 @@
 All results are sums over samples, so that the parts of a batch or a split add up. A figure is the
 quotient of two sums: of values, and of their weights, which are 1 unless the figure is weighted.
 
-The user's own functions:
-
-    loss(outputs, targets)        one value a sample, (n,), differentiable
-    metric(outputs, targets)      one value a sample, or a dict of these by the name of the figure,
-                                  or of pairs of them: values and weights
-    augment(images, generator)    images (n, C, H, W) of the same shape and dtype, random by
-                                  `generator` alone
-
-`outputs` (n, ...) are those of the network, `targets` the labels (n,) or clean images. Batches are
-cut into shards, and splits into blocks: the value of a sample must not depend on the others, nor a
-call on earlier ones. `check_task` and `check_augment` test this before the first use.
+The user's own functions, --loss, --metric and --augment, are described in docs/networks.md. Batches
+are cut into shards, and splits into blocks: the value of a sample must not depend on the others, nor
+a call on earlier ones. `check_task` and `check_augment` test this before the first step.
 """
 
 from __future__ import annotations
@@ -42,8 +34,8 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 ANSWERS = ""  # in the results of `evaluate`; no figure has this name
 TAKEN = ("loss", "unweighted_loss", "noisy", "accuracy", "balanced_accuracy", "rows")  # figures
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a sample's value in a part of a batch: kernels round otherwise
-# By figure: the sums of its values and of their weights, (2,) float64. Under ANSWERS: the predicted
-# classes and their probabilities, (2, n) float64.
+# By figure: the sums of its values and weights, (2,); under ANSWERS: the predicted classes and their
+# probabilities, (2, n). All are float64.
 Sums = dict[str, Tensor]
 
 
@@ -96,7 +88,8 @@ class Classification:
             total = self.weights[targets].sum()
             sums = {"loss": _sums(weighted, total), "unweighted_loss": sums["loss"]}
         if self.own.metric:
-            sums |= sum_metric(self.own.metric, scores, targets)
+            found = compute_metric(self.own.metric, scores, targets)
+            sums |= {name: figure.sum(1) for name, figure in found.items()}
         answers = scores.argmax(1)
         probabilities = scores.softmax(1).gather(1, answers[:, None]).squeeze(1)
         return sums | {ANSWERS: torch.stack([answers.double(), probabilities.double()])}
@@ -136,7 +129,8 @@ class Denoising:
         losses = {"loss": self._loss(restored, targets), "noisy": self._loss(inputs, targets)}
         sums = {name: _sums(loss, len(targets)) for name, loss in losses.items()}
         if self.own.metric:
-            sums |= sum_metric(self.own.metric, restored, targets)
+            found = compute_metric(self.own.metric, restored, targets)
+            sums |= {name: figure.sum(1) for name, figure in found.items()}
         return sums
 
     def _loss(self, images: Tensor, clean: Tensor) -> Tensor:
@@ -239,12 +233,6 @@ def compute_metric(own: Imported, outputs: Tensor, targets: Tensor) -> dict[str,
     if not figures:
         raise UsageError(f"{own.setting} gave no figure")
     return figures
-
-
-def sum_metric(own: Imported, outputs: Tensor, targets: Tensor) -> Sums:
-    """Return the sums of the figures that the metric gives for a block of samples."""
-    figures = compute_metric(own, outputs, targets).items()
-    return {name: torch.stack([part.sum() for part in both]) for name, both in figures}
 
 
 def _per_sample(found: Any, n: int, what: str) -> Tensor:

@@ -25,9 +25,7 @@ from hpctrain.config import (
     PredictConfig,
     require_trust,
 )
-from hpctrain.data.loader import read_samples
 from hpctrain.data.pack import External, Pack, is_pack, read_pack
-from hpctrain.data.partition import random_key
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.network import Inference, TrainedNetwork, find_model, require_split
@@ -37,14 +35,12 @@ from hpctrain.parallel.mpi import Comm, agreed, allgather, fair_threads, on_all,
 from hpctrain.parallel.transport import open_device
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.tables import print_evaluation, write_json
-from hpctrain.tasks import ANSWERS, TAKEN, Functions, Task, check_task, import_own
+from hpctrain.tasks import ANSWERS, TAKEN, Functions, import_own
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started
 
 if TYPE_CHECKING:
     from hpctrain.inference.images import Images
-
-CHECKED_ROWS = 32  # with which own functions are tested
 
 
 class Answer(NamedTuple):
@@ -207,16 +203,20 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
     Tables are `printed` before, so that a full disk does not lose what was computed.
     """
     network = open_network(settings, comm)
-    inference, path = network.inference, network.path
+    inference, path, known = network.inference, network.path, network.metadata
     if settings.mistakes and not inference.task.classes:
         raise agreed(UsageError("--mistakes shows wrong classes, and this network restores images"))
     pack = on_root(comm, find_pack, network, settings)
-
+    loss, metric = settings.loss or known["own_loss"], settings.metric or known["own_metric"]
     with on_all(comm):
+        named = {} if settings.loss else {"loss": loss}
+        named |= {} if settings.metric else {"metric": metric}
+        require_trust(named, path, settings.trust_code)
+        own = Functions(import_own(loss, "--loss"), import_own(metric, "--metric"))
         source = Split(pack, settings.split)
+    inference = inference._replace(task=replace(inference.task, own=own))
     # With algorithms chosen by timing, the figures would depend on the ranks.
     with source, torch_settings(inference.task.precision, benchmark=False):
-        inference = inference._replace(task=own_task(network, settings, source, comm))
         result = evaluate(inference, source, comm, kept=settings.mistakes)
         assert result is not None  # no block was skipped
 
@@ -238,28 +238,6 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
 
         on_root(comm, write)
     return result
-
-
-def own_task(network: TrainedNetwork, settings: EvaluateConfig, source: Split, comm: Comm) -> Task:
-    """Return the task of a network with the loss and the metric of the user's own. Collective.
-
-    They are those of --loss and --metric, by default those of the training. Raises UsageError if
-    the latter are not trusted, and as `check_task` does, which calls them with the first samples.
-    """
-    known, inference = network.metadata, network.inference
-    loss, metric = settings.loss or known["own_loss"], settings.metric or known["own_metric"]
-    named = {"loss": loss if loss != settings.loss else None}
-    named["metric"] = metric if metric != settings.metric else None
-    with on_all(comm):
-        require_trust(named, network.path, settings.trust_code)
-        own = Functions(import_own(loss, "--loss"), import_own(metric, "--metric"))
-        task, rows = replace(inference.task, own=own), np.arange(min(CHECKED_ROWS, len(source)))
-        if any(own):
-            images = read_samples(source, rows, inference.prepare)
-            labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
-            pair = task.pair(images, labels, random_key("own functions"))
-            check_task(task, inference.model, *pair)
-    return task
 
 
 def draw_answers(

@@ -85,7 +85,8 @@ def main(settings: ExportConfig) -> int:
             inputs, expected = images, nn.Sequential(*after)(expected)
         kept = {each: known[each] for each in KEPT if each in known}
         kept |= {"preprocess": settings.preprocess, "output": name}
-        opset = write_file(file, output.suffix, model.eval(), inputs[: fixed or 2], fixed, kept)
+        model.eval().requires_grad_(False)
+        opset = write_file(file, output.suffix, model, inputs[: fixed or 2], fixed, kept)
         size, run = file.seek(0, os.SEEK_END), open_file(file, output.suffix)
         counts = [len(images)] if fixed else [len(images), 1]
         found = max(compare(run, inputs[:n], expected[:n]) for n in counts) if run else None

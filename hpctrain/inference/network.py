@@ -77,21 +77,22 @@ def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
     UsageError if there is none.
     """
     for path in (Path(runs_dir) / target, Path(target)):
-        is_sweep, file = (path / find.SWEEP_FILE).is_file(), path / find.NETWORK_FILE
-        if is_sweep and best:
+        file = path / find.NETWORK_FILE
+        if (path / find.SWEEP_FILE).is_file():
+            if not best:
+                raise UsageError(f"{path} is a sweep: name one of its runs, or give --best")
             run, why = find.best_run(path)
             say(f"best of {path}: {run.name}, by {why}", sys.stderr)
-            return run / find.NETWORK_FILE
-        if is_sweep:
-            raise UsageError(f"{path} is a sweep: name one of its runs, or give --best")
-        if path.is_dir() and not best and not file.is_file():
-            if not (better := find.best_steps(path)):
-                text = "the run has not ended; its command continues it"
-                raise UsageError(f"{path} holds no {file.name}: {text}")
-            say(f"{path} has not ended: its best network so far", sys.stderr)
-            return find.best_file(path, better[-1])
-        if path.exists() and not best:
+            return run / file.name
+        if best or not path.exists():
+            continue
+        if path.is_file() or file.is_file():
             return path if path.is_file() else file
+        if not (better := find.best_steps(path)):
+            text = "the run has not ended; its command continues it"
+            raise UsageError(f"{path} holds no {file.name}: {text}")
+        say(f"{path} has not ended: its best network so far", sys.stderr)
+        return find.best_file(path, better[-1])
     what, other = ("sweep", "folder") if best else ("run", "file")
     near = find.propose_run(target, runs_dir)
     raise UsageError(f"there is no {what} {target!r} in {runs_dir} and no such {other}{near}")
@@ -182,16 +183,12 @@ def load(
     `run` is the name or the folder of a run, a .safetensors file, or with `best` a sweep, of which
     the best network is loaded. With `trust_code`, functions of your own that the files of the run
     name are imported, such as its network. `device` is "auto", "cpu", "cuda", "cuda:N" or a
-    torch.device. Raises UsageError.
+    torch.device. Raises UsageError, or for a device that is not there what torch raises.
     """
     path, name = find_model(os.fspath(run), os.fspath(runs_dir), best), str(device)
-    if name not in ("auto", "cpu", "cuda"):
-        try:
-            torch.empty(0, device=name)
-        except Exception as error:  # of several classes
-            raise UsageError(f"device {name!r}: {one_line(error)}") from error
-        return TrainedNetwork(path, torch.device(name), trust_code)
-    return TrainedNetwork(path, choose_device(name, launched_local_rank()), trust_code)
+    if name in ("auto", "cpu", "cuda"):
+        return TrainedNetwork(path, choose_device(name, launched_local_rank()), trust_code)
+    return TrainedNetwork(path, torch.device(name), trust_code)
 
 
 class TrainedNetwork:
