@@ -220,10 +220,7 @@ class CompareConfig(Settings):
     second: str = option("other run", ...)
     runs_dir: str = option(*RUNS_DIR)
     plot: str | None = option(
-        "plot one tensor's differences to this .png, .svg or .pdf", group="Output"
-    )
-    tensor: str | None = option(
-        "name of the tensor to plot; default: the first convolution's weights", needs="--plot"
+        "plot how the first convolution's weights differ: .png, .svg or .pdf", group="Output"
     )
 
 

@@ -215,7 +215,6 @@ stop | stop
 compare done | compare
 compare done photos | photos
 compare done begun | begun
-compare done other --plot figure.png --tensor nothing | --tensor nothing
 plot | plot
 plot done --output figure.gif | --output figure.gif
 plot done --output nowhere/figure.png | --output nowhere/figure.png
