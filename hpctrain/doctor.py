@@ -231,7 +231,7 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     try:
         import torch
 
-        from hpctrain.parallel import device, nccl
+        from hpctrain.parallel import device
     except (ImportError, OSError) as error:
         return found | {"torch_error": f"{type(error).__name__}: {first_line(error)}"}
     place = torch.device("cpu")
@@ -248,7 +248,7 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     elif caught:
         found["gpu_problem"] = found["gpu_problem"] or first_line(caught[-1].message)
     found |= {"built_for": device.built_for(), "key": device.hardware_key(place)}
-    return found | {"nccl": nccl.version(), "memory": device.memory_of(place)[1]}
+    return found | {"nccl": device.nccl_version(), "memory": device.memory_of(place)[1]}
 
 
 def _judge_torch(ranks: Ranks) -> Iterable[Finding]:
@@ -275,13 +275,13 @@ def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
     yield Finding("GPUs", "; ".join(kinds) or "none: training runs on the CPU")
     if not seen:
         return
-    from hpctrain.parallel.nccl import RankDevice, choose_transport, describe_sharing
+    from hpctrain.parallel.device import RankDevice, choose_transport
 
     devices = [RankDevice(r.host, r.gpus[r.gpu][1] if r.gpus else "", r.nccl) for r in ranks]
     without = [number for number, place in enumerate(devices) if not place.gpu]
     idle = len(seen) - len({place[:2] for place in devices if place.gpu})
     start = f"{'srun' if ranks[0].launcher == 'srun' else 'mpirun'} -n {len(seen)}"
-    shared = describe_sharing(devices)
+    way, reason, shared = choose_transport(devices) if not without else ("", "", "")
     none = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
     yield _judge(
         "GPU of rank",
@@ -291,8 +291,7 @@ def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
         (idle, "note", f"{idle} of {len(seen)} GPUs idle: {start} would use all"),
     )
     if not without:
-        name, reason = choose_transport(devices)
-        yield Finding("messages", f"--reduce auto is {name}: {reason}; {ranks[0].memory}")
+        yield Finding("messages", f"--reduce auto is {way}: {reason}; {ranks[0].memory}")
 
 
 def _collect_folder(mpi: Any, comm: Any) -> dict[str, Any]:

@@ -21,9 +21,10 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from torch import nn
 
 from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.streams import record_event
-from hpctrain.text import brief
+from hpctrain.text import brief, counted
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}  # of messages
 
@@ -64,6 +65,61 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         text = f"GPU {device.index} of {count} cannot be used ({first_line(error)})"
         raise UsageError(f"{text}: python -m hpctrain doctor shows more") from error
     return device
+
+
+class RankDevice(NamedTuple):
+    """The device of one rank."""
+
+    host: str
+    gpu: str = ""  # its UUID; empty: computes on the CPU
+    nccl: str = ""  # torch's, such as "NCCL 2.29.7"; empty = none
+
+
+def nccl_version() -> str:
+    """Return name and version of torch's NCCL, such as "NCCL 2.29.7"; empty if it has none."""
+    try:
+        found = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    except (AttributeError, RuntimeError):
+        return ""
+    return f"{'RCCL' if torch.version.hip else 'NCCL'} {found}"
+
+
+def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> tuple[str, str, str]:
+    """Choose the transport for all ranks from their devices: NCCL where every rank can use it.
+
+    Returns its name, the reason, and a note if ranks share GPUs. Raises UsageError if the `wanted`
+    one is not possible, and if only some ranks have a GPU: these round differently, so weights that
+    each rank updates would drift apart.
+    """
+    without = [f"rank {rank} ({place.host})" for rank, place in enumerate(ranks) if not place.gpu]
+    if wanted in ("nccl", "mpi-gpu") and without:
+        raise UsageError(f"--reduce {wanted} is for GPUs: {without[0]} has none")
+    if len(without) == len(ranks):
+        return "mpi", "all ranks compute on CPUs", ""
+    if without:
+        raise UsageError(
+            f"{len(without)} of {len(ranks)} ranks see no GPU, such as {without[0]}:"
+            " weights would differ; give every rank a GPU, or all --device cpu"
+        )
+    against = note = ""
+    for host in reversed(dict.fromkeys(place.host for place in ranks)):
+        gpus = [place.gpu for place in ranks if place.host == host]
+        if len(set(gpus)) < len(gpus):
+            against = note = f"{len(gpus)} ranks share {counted(len(set(gpus)), 'GPU')} of {host}"
+    for rank, place in enumerate(ranks):
+        if not place.nccl:
+            against = f"torch on rank {rank} ({place.host}) was built without NCCL"
+        elif place.nccl != ranks[0].nccl:
+            against = f"{ranks[0].nccl} on rank 0, {place.nccl} on rank {rank} ({place.host})"
+    if wanted == "nccl" and against:
+        raise UsageError(f"--reduce nccl: {against}")
+    if wanted != "auto":
+        return wanted, "asked for", note
+    if len(ranks) == 1:
+        return "none", "one rank", note
+    if against:
+        return "host", against, note
+    return "nccl", "every rank has a GPU of its own", note
 
 
 def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:

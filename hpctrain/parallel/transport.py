@@ -1,4 +1,4 @@
-"""Transports: how ranks exchange the data of a step, in host or device memory.
+"""Transports: how ranks exchange the data of a step, in host or device memory, and which is used.
 
 Work that was queued on torch's current stream before a call is complete when its bytes are sent,
 and work queued afterwards sees its result. `reduce.py` builds the one communication of a step from
@@ -8,20 +8,26 @@ these calls.
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hpctrain.errors import UsageError
-from hpctrain.parallel import nccl
-from hpctrain.parallel.device import choose_device, keep_memory, zeros_for_messages
+from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel.device import (
+    RankDevice,
+    choose_device,
+    choose_transport,
+    keep_memory,
+    nccl_version,
+    zeros_for_messages,
+)
 from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, comm_of_host, library, on_all
 from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
 
-PIECE_BYTES = 16 << 20  # of a staged Allreduce
 PACKED_BYTES = 1 << 20  # most in a message of several vectors: packing more takes too long
 MPI_TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 NCCL_TYPES = {torch.float32: 7, torch.float64: 8}  # ncclDataType_t
@@ -34,6 +40,8 @@ class Transport:
 
     Other types raise KeyError. This base class is for a single rank, which sends nothing.
     """
+
+    name, reason, note = "none", "", ""  # why it was chosen; what users are told of the GPUs
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -52,10 +60,9 @@ class Transport:
 class HostMemory(Transport):
     """MPI on host memory, in place. What is too large for one message is sent in several."""
 
-    def __init__(self, comm: Comm, largest: int = LARGEST) -> None:
-        """`largest`: bytes of one message between two ranks, and of one Allreduce."""
-        super().__init__(comm)
-        self._largest = largest
+    name = "mpi"
+    largest = LARGEST  # bytes of one message between two ranks, and of one Allreduce
+    packed = PACKED_BYTES
 
     def allreduce(self, vector: torch.Tensor) -> None:
         for piece in self._pieces(vector):
@@ -82,7 +89,7 @@ class HostMemory(Transport):
         found = []
         for rank, vectors in messages:
             size = sum(vector.nbytes for vector in vectors)
-            if len(vectors) > 1 and size <= min(PACKED_BYTES, self._largest):
+            if len(vectors) > 1 and size <= min(self.packed, self.largest):
                 places = [vector.data_ptr() for vector in vectors]
                 lengths, kind = [len(vector) for vector in vectors], MPI_TYPES[vectors[0].dtype]
                 together = kind.Create_hindexed(lengths, places).Commit()
@@ -94,9 +101,9 @@ class HostMemory(Transport):
 
     def _pieces(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the pieces of a vector that are small enough for a message, in order."""
-        if vector.nbytes <= self._largest:
+        if vector.nbytes <= self.largest:
             return [vector]
-        return vector.split(self._largest // vector.element_size())
+        return vector.split(self.largest // vector.element_size())
 
     def _buffer(self, vector: torch.Tensor) -> list[Any]:
         """Return the vector as a buffer for mpi4py."""
@@ -105,25 +112,40 @@ class HostMemory(Transport):
 
 
 class DeviceMemory(HostMemory):
-    """MPI on device memory ("mpi-gpu"). An MPI that is not GPU-aware crashes."""
+    """MPI on device memory. An MPI that is not GPU-aware crashes."""
 
-    def exchange(self, sends: Messages, receives: Messages) -> None:
-        """Send each vector by itself: MPI packs device memory slowly, if it can at all."""
-        alone = ([(r, [v]) for r, vectors in each for v in vectors] for each in (sends, receives))
-        super().exchange(*alone)
+    name = "mpi-gpu"
+    packed = 0  # MPI packs device memory slowly, if it can at all
 
     def _buffer(self, vector: torch.Tensor) -> list[Any]:
         record_event(vector.device).synchronize()  # MPI does not know about streams
         kind = MPI_TYPES[vector.dtype]
         return [vector.detach(), kind]  # by DLPack, for which mpi4py does not synchronize
 
+    def check(self, device: torch.device) -> None:
+        """Raise UsageError on all ranks if MPI says that it takes no memory of GPUs, or sums wrong.
+
+        Collective.
+        """
+        advice = f"--reduce mpi-gpu: {library()} {{}}; --reduce host works with any MPI"
+        with on_all(self.comm):
+            if not is_gpu_aware():
+                raise UsageError(advice.format("is not GPU-aware"))
+        vector = zeros_for_messages(16, torch.float32, device).fill_(self.comm.rank)
+        self.allreduce(vector)
+        with on_all(self.comm):
+            if not bool((vector == self.comm.size * (self.comm.size - 1) // 2).all()):
+                raise UsageError(advice.format("was given device memory and returned a wrong sum"))
+
 
 class Pinned(HostMemory):
     """GPU memory through pinned host memory, which is kept for the whole run: with any MPI."""
 
-    def __init__(self, comm: Comm, piece_bytes: int = PIECE_BYTES) -> None:
+    name = "host"
+    piece_bytes = 16 << 20  # of an Allreduce
+
+    def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
-        self._piece_bytes = piece_bytes
         self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._down: Stream = None
 
@@ -133,7 +155,7 @@ class Pinned(HostMemory):
         Pieces are copied to the host on a separate stream, so that the next ones arrive while one
         is summed and copied back.
         """
-        ready, length = record_event(vector.device), self._piece_bytes // vector.element_size()
+        ready, length = record_event(vector.device), self.piece_bytes // vector.element_size()
         host = self._host_memory(vector.data_ptr(), len(vector), vector)
         pieces = list(zip(vector.split(length), host.split(length), strict=True))
         self._down = self._down or new_stream(vector.device)
@@ -174,61 +196,79 @@ class Pinned(HostMemory):
         return self._kept[key]
 
 
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId, passed by value."""
+
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
 class Nccl(Transport):
     """One NCCL communicator over all ranks, each with a GPU of its own.
 
-    Nothing synchronizes with the host. MPI is used for host memory only, and never while a call of
-    NCCL is in progress on the same device (NCCL User Guide, "NCCL and MPI": both at once may
-    deadlock). The communicator is neither destroyed nor aborted: both may wait for a peer that is
-    gone. The end of the process, which MPI_Abort or MPI_Finalize causes on all ranks, frees it.
+    The library is the one that torch's library for GPUs has loaded; on AMD GPUs it is RCCL, which
+    has the same functions (NCCL User Guide, "NCCL API"). Nothing synchronizes with the host. MPI is
+    used for host memory only, and never while a call of NCCL is in progress on the same device
+    ("NCCL and MPI": both at once may deadlock). The communicator is neither destroyed nor aborted:
+    both may wait for a peer that is gone. The end of the process, which MPI_Abort or MPI_Finalize
+    causes on all ranks, frees it.
     """
 
-    def __init__(self, comm: Comm, path: str = "") -> None:
-        """Collective, on the current GPU of this thread. `path`: of the library."""
-        super().__init__(comm)
-        self._nccl, self._comm = nccl.Library(path), ctypes.c_void_p()
+    name = "nccl"
 
-        number = nccl.UniqueId()
+    def __init__(self, comm: Comm, path: str = "") -> None:
+        """Collective, on the current GPU of this thread. `path`: of another library."""
+        super().__init__(comm)
+        own = "libtorch_hip.so" if torch.version.hip else "libtorch_cuda.so"
+        self._library = ctypes.CDLL(path or own, ctypes.DEFAULT_MODE if path else os.RTLD_NOLOAD)
+        for name in ("ncclGetErrorString", "ncclGetLastError"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        self._comm, number = ctypes.c_void_p(), UniqueId()
         if comm.rank == 0:
-            self._nccl.ncclGetUniqueId(ctypes.byref(number))
+            self._call("ncclGetUniqueId", ctypes.byref(number))
         with waiting():
-            number = nccl.UniqueId.from_buffer_copy(comm.bcast(bytes(number), 0))
-            self._nccl.ncclCommInitRank(ctypes.byref(self._comm), comm.size, number, comm.rank)
+            number = UniqueId.from_buffer_copy(comm.bcast(bytes(number), 0))
+            self._call("ncclCommInitRank", ctypes.byref(self._comm), comm.size, number, comm.rank)
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        place, *kind = _numbers(vector)
-        self._nccl.ncclAllReduce(place, place, *kind, NCCL_SUM, self._comm, _stream(vector))
+        self._queue("ncclAllReduce", vector, NCCL_SUM, ctypes.c_void_p(vector.data_ptr()))
         self._check()
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
         """Exchange all vectors in one group, which is a single launch."""
-        self._nccl.ncclGroupStart()
+        self._call("ncclGroupStart")
         try:
-            for call, messages in ((self._nccl.ncclSend, sends), (self._nccl.ncclRecv, receives)):
+            for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
                 for rank, vectors in messages:
                     for vector in vectors:
-                        call(*_numbers(vector), rank, self._comm, _stream(vector))
+                        self._queue(name, vector, rank)
         finally:  # a group that is left open would swallow all later calls
-            self._nccl.ncclGroupEnd()
+            self._call("ncclGroupEnd")
         self._check()
+
+    def _queue(self, name: str, vector: torch.Tensor, what: int, *first: ctypes.c_void_p) -> None:
+        """Queue a call for a vector on torch's current stream; `what` is an operation or a peer."""
+        place, length = ctypes.c_void_p(vector.data_ptr()), ctypes.c_size_t(len(vector))
+        on_gpu, kind = vector.is_cuda, NCCL_TYPES[vector.dtype]
+        stream = torch.cuda.current_stream(vector.device).cuda_stream if on_gpu else 0
+        more = kind, what, self._comm, ctypes.c_void_p(stream)
+        self._call(name, *first, place, length, *more)
 
     def _check(self) -> None:
         """Raise RunError if an earlier call has failed since, on any rank."""
         found = ctypes.c_int()
-        self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(found))
-        self._nccl.check("an earlier call of NCCL", found.value)
+        self._call("ncclCommGetAsyncError", self._comm, ctypes.byref(found))
+        self._raise("an earlier call of NCCL", found.value)
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function. ctypes takes Python's integers for a C int."""
+        self._raise(name, getattr(self._library, name)(*arguments))
 
-def _numbers(vector: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t, int]:
-    """Return a vector as arguments of NCCL: address, length, type."""
-    kind = NCCL_TYPES[vector.dtype]
-    return ctypes.c_void_p(vector.data_ptr()), ctypes.c_size_t(len(vector)), kind
-
-
-def _stream(vector: torch.Tensor) -> ctypes.c_void_p:
-    """Return torch's current stream as an argument of NCCL."""
-    on_gpu = vector.is_cuda
-    return ctypes.c_void_p(torch.cuda.current_stream(vector.device).cuda_stream if on_gpu else 0)
+    def _raise(self, name: str, code: int) -> None:
+        """Raise RunError with NCCL's message if `code`, which `name` returned, is an error."""
+        if code:
+            words = self._library.ncclGetErrorString(code), self._library.ncclGetLastError(None)
+            text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
+            raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
 
 
 def open_device(comm: Comm, requested: str) -> torch.device:
@@ -240,43 +280,24 @@ def open_device(comm: Comm, requested: str) -> torch.device:
     return device
 
 
-def open_transport(
-    comm: Comm, device: torch.device, wanted: str
-) -> tuple[Transport, nccl.Choice, str]:
+def open_transport(comm: Comm, device: torch.device, wanted: str) -> Transport:
     """Open the transport for messages on `device`, according to --reduce. Collective.
 
-    Also returns the choice with its reason, and a note if ranks share GPUs. Raises UsageError on
-    all ranks as `choose_transport` and `make_transport` do.
+    Raises UsageError on all ranks as `choose_transport` does, and if MPI takes no memory of GPUs
+    with "mpi-gpu".
     """
-    own = nccl.RankDevice(socket.gethostname())
+    own = RankDevice(socket.gethostname())
     if device.type == "cuda":
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        own = own._replace(gpu=uuid, nccl=nccl.version())
+        own = own._replace(gpu=uuid, nccl=nccl_version())
     ranks = allgather(comm, own)
     with on_all(comm):
-        choice = nccl.choose_transport(ranks, wanted)
-    return make_transport(choice.name, comm, device), choice, nccl.describe_sharing(ranks)
-
-
-def make_transport(name: str, comm: Comm, device: torch.device) -> Transport:
-    """Make the chosen transport for vectors on `device`. Collective.
-
-    Device memory is given to MPI unless it says that it is not GPU-aware, and then tried. Raises
-    UsageError on all ranks if that fails.
-    """
-    if name != "mpi-gpu":
-        ways = {"none": Transport, "mpi": HostMemory, "host": Pinned, "nccl": Nccl}
-        return ways[name](comm)
-    advice = f"--reduce mpi-gpu: {library()} {{}}; --reduce host works with any MPI"
-    with on_all(comm):
-        if not is_gpu_aware():
-            raise UsageError(advice.format("is not GPU-aware"))
-    transport = DeviceMemory(comm)
-    vector = zeros_for_messages(16, torch.float32, device).fill_(comm.rank)
-    transport.allreduce(vector)
-    with on_all(comm):
-        if not bool((vector == comm.size * (comm.size - 1) // 2).all()):
-            raise UsageError(advice.format("was given device memory and returned a wrong sum"))
+        name, reason, note = choose_transport(ranks, wanted)
+    kinds = (Transport, HostMemory, DeviceMemory, Pinned, Nccl)
+    transport = next(kind for kind in kinds if kind.name == name)(comm)
+    transport.reason, transport.note = reason, note
+    if isinstance(transport, DeviceMemory):
+        transport.check(device)
     return transport
 
 

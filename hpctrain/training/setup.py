@@ -125,7 +125,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     norms.start(probe)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the probe took: NCCL and CuPy allocate beside torch
-    transport, choice, sharing = open_transport(comm, device, config.reduce)
+    transport = open_transport(comm, device, config.reduce)
     trainer = Trainer(norms, task, config, plan, transport, runs)
 
     # Loader
@@ -142,7 +142,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
         augmented = partial(augment_by, function, augmented)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
-    texts = sharing, init, why, frozen, kept, images_note(pack)
+    texts = transport.note, init, why, frozen, kept, images_note(pack)
     return Run(
         config=config,
         facts=facts,
@@ -156,8 +156,8 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
         prepare=prepare,
         choices={
-            "transport": choice.name,
-            "transport_reason": choice.reason,
+            "transport": transport.name,
+            "transport_reason": transport.reason,
             "init": dataclasses.asdict(init) if init else None,
         },
         notes=[str(text) for text in texts if text],

@@ -69,11 +69,13 @@ def open_transport(comm, name, piece_bytes=None, nccl="", asked=False):
     """Open a transport by the name that --reduce gives it, sending pieces of so many bytes where it
     can; `nccl` is the path of a library. Only if `asked` must MPI take device memory for "mpi-gpu".
     """
-    if asked:
-        return transport.make_transport(name, comm, torch.device("cpu"))
-    pieces = () if piece_bytes is None else (piece_bytes,)
     makers = {"mpi": HostMemory, "host": Pinned, "mpi-gpu": DeviceMemory}
-    return Nccl(comm, nccl) if name == "nccl" else makers[name](comm, *pieces)
+    way = Nccl(comm, nccl) if name == "nccl" else makers[name](comm)
+    if piece_bytes is not None:
+        way.largest = way.piece_bytes = piece_bytes
+    if asked:
+        way.check(torch.device("cpu"))
+    return way
 
 
 def make_sum(transport, vector, runs=None, narrow=0):
@@ -88,11 +90,17 @@ def make_sum(transport, vector, runs=None, narrow=0):
 
 # Ranks: what started them, what they agree on, which GPUs they use
 from hpctrain import cluster
-from hpctrain.parallel import mpi, nccl, transport
-from hpctrain.parallel.device import choose_device, memory_of, zeros_for_messages
+from hpctrain.parallel import mpi, transport
+from hpctrain.parallel.device import (
+    RankDevice,
+    choose_device,
+    choose_transport,
+    memory_of,
+    zeros_for_messages,
+)
 
-__all__ += ["choose_device", "cluster", "memory_of", "mpi", "nccl", "transport"]
-__all__ += ["zeros_for_messages"]
+__all__ += ["RankDevice", "choose_device", "choose_transport", "cluster", "memory_of", "mpi"]
+__all__ += ["transport", "zeros_for_messages"]
 
 # Orders: who reads which samples, and when
 from hpctrain.data.orders import Permutation

@@ -28,7 +28,7 @@ import torch
 
 from hpctrain import __version__, launch
 from hpctrain.errors import Failure, UsageError, did_you_mean
-from hpctrain.parallel import nccl
+from hpctrain.parallel.device import nccl_version
 from hpctrain.parallel.device import built_for, processor_name
 from scripts.benchmarks.gpu.case import FAILED, MISSED, NOT_RUN, Result, not_run
 from scripts.benchmarks.gpu.rows import RESULTS, ROWS
@@ -217,7 +217,7 @@ def facts() -> dict[str, Any]:
         "GPUs": gpus.splitlines() or "none",
         "torch built for": built_for() or "CPUs",
         "cuDNN": str(cudnn or "none"),
-        "NCCL of torch": nccl.version() or "none",
+        "NCCL of torch": nccl_version() or "none",
         "torch": torch.__version__,
         "cupy": ", ".join(sorted(packages("cupy"))) or "none",
         "mpi4py": ", ".join(packages("mpi4py")) or "none",
