@@ -126,7 +126,7 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
     best = best_file(earlier.folder, state.best.step)
     if state.best.step and not on_root(run.comm, has_best, best, checkpoint.best):
         notes.append(f"{best} is gone: the best of what follows is kept")
-        state.best, state.best_loss = NOTHING, None
+        state.best = NOTHING
     return notes
 
 

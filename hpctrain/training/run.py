@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,12 @@ class Reached(NamedTuple):
     epoch: int
     figures: dict[str, float | None]
 
+    @property
+    def loss(self) -> float:
+        """The validation loss; infinite where none is known."""
+        loss = self.figures.get("validation_loss")
+        return math.inf if loss is None else loss
+
 
 NOTHING = Reached(0, 0, {})
 
@@ -75,7 +82,6 @@ class Progress:
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
     best: Reached = NOTHING  # the smallest loss of all validations
-    best_loss: float | None = None
     waited: int = 0  # validations since the best one
     sums: Sums = NO_SUMS  # of the current epoch
     final: Reached | None = None  # the network that was chosen: no more checkpoints are written

@@ -28,8 +28,7 @@ import torch
 
 from hpctrain import __version__, launch
 from hpctrain.errors import Failure, UsageError, did_you_mean
-from hpctrain.parallel.device import nccl_version
-from hpctrain.parallel.device import built_for, processor_name
+from hpctrain.parallel.device import built_for, nccl_version, processor_name
 from scripts.benchmarks.gpu.case import FAILED, MISSED, NOT_RUN, Result, not_run
 from scripts.benchmarks.gpu.rows import RESULTS, ROWS
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hpctrain.errors import first_line
-from hpctrain.parallel.message import Report
+from hpctrain.streams import Snapshot
 from hpctrain.training.run import Run
 from scripts.benchmarks.gpu.case import (
     Case,
@@ -49,7 +49,7 @@ def measure(case: Case) -> Iterator[Result]:
             yield attempt(what, unwaiting, case, flags)
 
 
-def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Run, Callable[[], Report]]:
+def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Run, Callable[[], Snapshot]]:
     """Return a job, and a function that runs one step of it and copies its totals to the host.
 
     The training loop does the same.
@@ -59,12 +59,12 @@ def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Run, Callable[[], Repo
     job = ready(case, *words, "--model", case.size("resnet50", "digits"))
     (batches,) = first_batches(job)
 
-    def step() -> Report:
+    def step() -> Snapshot:
         job.trainer.step(batches, BATCH)
         return job.trainer.message.report()
 
     for _ in range(WARM):
-        step().totals()
+        step().array()
     return job, step
 
 
