@@ -169,6 +169,7 @@ def run_facts(run: Run) -> dict[str, object]:
     counts = [(len(each), len(set().union(*each))) for each in cores.values()]
     host_ranks, host_cores = max(counts, key=lambda count: count[0] / count[1])
     memory, memory_reason = memory_of(run.trainer.message.device)
+    transport = run.trainer.reduce.transport
     return {
         "name": run.folder.name,
         "folder": str(run.folder),
@@ -180,7 +181,9 @@ def run_facts(run: Run) -> dict[str, object]:
         "host_cores": host_cores,
         "shards": run.plan.shards,
         "device": run.facts.device,
-        **run.choices,
+        "transport": transport.name,
+        "transport_reason": transport.reason,
+        "init": dataclasses.asdict(run.init) if run.init else None,
         "memory": memory,
         "memory_reason": memory_reason,
         "overlap": run.config.overlap,

@@ -22,7 +22,7 @@ from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Totals
-from hpctrain.parallel.mpi import agreed, allgather, minimum
+from hpctrain.parallel.mpi import agreed, allgather, is_equal_on_all, minimum
 from hpctrain.streams import Event, Snapshot, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
@@ -193,10 +193,7 @@ def compare_ranks(run: Run) -> None:
     """
     state, comm = run.progress, run.comm
     own = run.trainer.checksums()
-    hashed = hashlib.sha256(repr(own).encode()).digest()
-    digest = int.from_bytes(hashed[:8], "big", signed=True)
-    smallest, largest = minimum(comm, digest, ~digest)
-    if smallest != ~largest:
+    if not is_equal_on_all(comm, own):
         held = allgather(comm, own)
         usual = max(held, key=held.count)
         odd = [rank for rank, each in enumerate(held) if each != usual]
@@ -210,7 +207,8 @@ def compare_ranks(run: Run) -> None:
             )
         )
     if state.compared < state.step:
-        run.recorder.write("digest", step=state.step, digest=hashed.hex()[:16])
+        hashed = hashlib.sha256(repr(own).encode()).hexdigest()
+        run.recorder.write("digest", step=state.step, digest=hashed[:16])
         state.compared = state.step
 
 

@@ -21,6 +21,7 @@ from hpctrain.data.loader import Loader, Prepare
 from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
+from hpctrain.models import InitialWeights
 from hpctrain.parallel.mpi import Comm, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
@@ -128,8 +129,8 @@ class Run:
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
-    choices: dict[str, object]  # the transport and the initial weights, for the record
-    notes: list[str]  # on these choices, for the user
+    init: InitialWeights | None  # with --init, unless the run is resumed
+    notes: list[str]  # for the user, on what was chosen
     progress: Progress = field(default_factory=Progress)
     # Opened for training
     folder: Path = field(init=False)

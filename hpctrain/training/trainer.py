@@ -66,14 +66,14 @@ class Trainer:
         with on_all(comm):
             groups = parameter_groups(model, config)
             self.message = message = Message(model, norms.channels, comm.rank, comm.size, groups)
-        alike = {
+        alike: dict[str, object] = {
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
         }
         fixed = (pair for pair in model.named_parameters() if not pair[1].requires_grad)
         for name, tensor in (*model.named_buffers(), *fixed):
-            alike[f"the model's {name}"] = str(int(tensor_checksum(tensor)))
+            alike[f"the model's {name}"] = int(tensor_checksum(tensor))
         if config.deterministic:
             alike["the kind of hardware"] = hardware_key(message.device)
         check_equal_on_all(comm, alike)

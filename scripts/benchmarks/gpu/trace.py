@@ -73,7 +73,7 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
     job, step = make_job(case, flags)
     calls = count_calls(job.trainer.reduce.transport, "allreduce")
     path = case.folder / "trace.json"
-    events = profiled(lambda: step().totals(), path, case.on_gpu)
+    events = profiled(lambda: step().array(), path, case.on_gpu)
     what = f"reductions asked of {name} a step"
     yield shown(what, len(calls) == STEPS, f"{len(calls) / STEPS:g}", "1", n=STEPS)
     if case.rehearsal and case.on_gpu:
