@@ -6,6 +6,7 @@ The order is: data and device, network, plan, then the message and the objects t
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import partial
 
