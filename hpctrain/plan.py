@@ -18,7 +18,6 @@ from hpctrain.config import Config, optimizer_and_rate
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch, even_shares
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, counted, listed, min_to_max
-from hpctrain.typed import from_fields
 
 VERSION = 2  # meaning of a plan's numbers
 MOST_SHARES = 16  # listed one by one
@@ -200,13 +199,20 @@ def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> in
 def read_plan(fields: Any) -> Plan:
     """Return the plan with the fields that `Plan.to_json` wrote.
 
-    Raises ValueError that names the field or the digest that is wrong.
+    Raises ValueError if they are no plan, or if its digest is wrong.
     """
-    digest = fields.pop("digest", None) if isinstance(fields, dict) else None
-    plan = from_fields(Plan, fields)
+    try:
+        digest = fields.pop("digest", None)
+        plan = Plan(**{name: _as_tuple(value) for name, value in fields.items()})
+    except (AttributeError, TypeError) as error:  # no object, a field is missing or unknown
+        raise ValueError(str(error)) from None
     if digest != plan.digest():
         raise ValueError(f"its digest is {plan.digest()}, and not {str(digest)[:16]} as it says")
     return plan
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def extend(plan: Plan, config: Config, facts: Facts) -> Plan:

@@ -1,22 +1,16 @@
-"""JSON (RFC 8259), and tables of JSON and TOML, checked against the types that the reader expects.
-
-Their content becomes values of these types, or a ValueError that names the field is raised.
-"""
+"""JSON (RFC 8259), and values checked against the types that the reader expects."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import typing
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import Any
 
 from hpctrain.text import brief
 
-T = TypeVar("T")
 LARGEST = 2**63 - 1  # int64
-_hints = functools.cache(typing.get_type_hints)
 
 
 def _finite(text: str) -> float:
@@ -37,23 +31,6 @@ def parse_json(content: bytes | str) -> Any:
         return _DECODER.decode(content if isinstance(content, str) else content.decode())
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
-
-
-def from_fields(kind: type[T], fields: Any) -> T:
-    """Return the dataclass `kind` with the fields of a JSON object.
-
-    Raises ValueError that names the field if one is missing, unknown or of another type.
-    """
-    types = _hints(kind)  # type: ignore[arg-type]
-    if not isinstance(fields, dict):
-        raise ValueError(f"{brief(repr(fields), 50)} is no object")
-    if unknown := [name for name in fields if name not in types]:
-        raise ValueError(f"{brief(unknown[0], 50)} is no field")
-    values = {name: typed(value, types[name], name) for name, value in fields.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:  # a field is missing
-        raise ValueError(str(error)) from None
 
 
 def typed(value: Any, wanted: Any, name: str) -> Any:

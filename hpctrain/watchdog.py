@@ -37,7 +37,7 @@ from typing import Any
 from hpctrain.cluster import end_with_parent, launched_local_rank, local_size, under_mpirun
 from hpctrain.errors import UsageError
 from hpctrain.text import listed, ranges, say
-from hpctrain.typed import from_fields, parse_json
+from hpctrain.typed import parse_json
 
 HEARTBEATS = "ranks"  # in the folder of a run
 HANG = "hang"  # in that folder: a hang was found and all ranks exit
@@ -72,9 +72,9 @@ def read_beat(path: Path) -> Beat | None:
     """Read a heartbeat file; return None if it holds no valid heartbeat."""
     try:
         with open(path, "rb") as file:
-            beat = from_fields(Beat, parse_json(file.read()))
+            beat = Beat(**parse_json(file.read()))
             return replace(beat, time=os.fstat(file.fileno()).st_mtime)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -38,7 +38,6 @@ from hpctrain.data.pack import Pack, read_pack
 from hpctrain.data.split import Split
 from hpctrain.models import build
 from hpctrain.parallel.device import keep_memory, place
-from hpctrain.typed import from_fields, parse_json
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]  # images (n, C, H, W), labels (n,)
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss
@@ -178,4 +177,4 @@ def load_epochs(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[
 
 
 if __name__ == "__main__":
-    train(from_fields(TrainingJob, parse_json(sys.argv[1])))
+    train(TrainingJob(**json.loads(sys.argv[1])))
