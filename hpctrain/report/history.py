@@ -37,6 +37,7 @@ STEP = b'{"kind": "step"'  # how the line of a step begins
 RECENT = 50  # steps over which speeds and shares are computed
 MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 MOST_NOTES = 5  # kept in a history
+NO_NUMBERS = ("kind", "nonfinite", "split")  # fields without a column
 STATUSES = ("done", "stopped", "preempted", "failed")
 COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if each.type is int}
 
@@ -88,14 +89,14 @@ class Launch:
 
 
 class Columns:
-    """Records as columns by name: numbers, NaN where a record has none, or texts.
+    """The numbers of records as columns by name; NaN where a record has none.
 
     A field of several parts has a column for each, such as ``seconds_compute``.
     """
 
     def __init__(self) -> None:
         self.rows = 0
-        self._columns: dict[str, Any] = {}  # array("d"), or a list of texts
+        self._columns: dict[str, array[float]] = {}
 
     def add(self, record: Record) -> None:
         """Append one row."""
@@ -103,26 +104,19 @@ class Columns:
             if isinstance(value, dict):
                 for part, each in value.items():
                     self._append(f"{name}_{part}", each)
-            elif name == "time":
-                self._append(name, time_of(record))
-            elif name not in ("kind", "nonfinite"):
-                self._append(name, value)
+            elif name not in NO_NUMBERS:
+                self._append(name, time_of(record) if name == "time" else value)
         self.rows += 1
 
     def _append(self, name: str, value: Any) -> None:
-        if name not in self._columns:
-            self._columns[name] = [] if isinstance(value, str) else array("d")
-        column = self[name]
-        if isinstance(column, array):
-            value = math.nan if (known := number(value)) is None else known
-        column.append(value)
+        column = self._columns[name] = self[name]
+        column.append(value if isinstance(value, float | int) else math.nan)
 
-    def __getitem__(self, name: str) -> Any:
-        """Return a column; one that was never recorded is empty."""
+    def __getitem__(self, name: str) -> array[float]:
+        """Return a column of all rows; one that was never recorded is NaN."""
         column = self._columns.get(name, array("d"))
-        if name in self._columns and len(column) < self.rows:
-            missing = math.nan if isinstance(column, array) else None
-            column.extend([missing] * (self.rows - len(column)))
+        if missing := self.rows - len(column):
+            column.extend([math.nan] * missing)
         return column
 
     def thin(self) -> None:
@@ -141,8 +135,6 @@ class Columns:
                 table[name] = np.round(1000 * values).astype("datetime64[ms]")
             elif name in COUNTS and not np.isnan(values).any():
                 table[name] = values.astype(np.int64)
-            elif values.dtype.kind == "U":
-                table[name] = values.astype(object)
         return table
 
 
@@ -180,6 +172,7 @@ class History:
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
         self._recent: deque[Record] = deque(maxlen=RECENT)  # steps of this launch with a time
         self._steps, self._epochs, self._evaluations = Columns(), Columns(), Columns()
+        self._splits: list[str] = []  # of the evaluations
 
     @classmethod
     def read(cls, folder: Path, steps: str = "all") -> History:
@@ -262,6 +255,7 @@ class History:
                     self.validations.append(metrics_of(record))
                 self.evaluated[record["split"]] = record
                 self._evaluations.add(record)
+                self._splits.append(record["split"])
             case "note":
                 self.notes.append(record["text"])
             case "end":
@@ -282,7 +276,10 @@ class History:
     @property
     def evaluations(self) -> Table:
         """The evaluations of all splits, see the column ``split``."""
-        return self._evaluations.table()
+        import numpy as np
+
+        found = self._evaluations.table()
+        return {"split": np.array(self._splits, object), **found} if found else {}
 
     def __iter__(self) -> Iterator[Table]:
         """Yield the tables of steps, epochs and evaluations."""
@@ -302,14 +299,11 @@ class History:
         `split` is "training" (means over mini-batches), one of `evaluated`, or "epochs": then the
         values are those of the epochs, by epoch.
         """
-        if split in ("training", "epochs"):
-            found, by = (self._steps, "step") if split == "training" else (self._epochs, "epoch")
-            rows = list(zip(found[by], found[name], strict=False))
-        else:
-            found = self._evaluations
-            three = zip(found["split"], found["step"], found[name], strict=False)
-            rows = [(step, value) for own, step, value in three if own == split]
-        rows = [row for row in rows if not math.isnan(row[1])]
+        known = {"training": self._steps, "epochs": self._epochs}
+        found, by = known.get(split, self._evaluations), "epoch" if split == "epochs" else "step"
+        splits = itertools.repeat(split) if split in known else self._splits
+        three = zip(splits, found[by], found[name], strict=False)
+        rows = [(x, y) for own, x, y in three if own == split and not math.isnan(y)]
         width, points = -(-len(rows) // MOST_POINTS) or 1, []
         for first in range(0, len(rows), width):
             steps, values = zip(*rows[first : first + width], strict=True)
