@@ -56,7 +56,7 @@ COMMANDS = {
         ALONE, "inference.export", config.ExportConfig, "write a network for other programs"
     ),
     "compare": Command(ALONE, "compare", config.CompareConfig, "compare two runs bit by bit"),
-    "plot": Command(ALONE, "plot", config.PlotConfig, "plot accuracy and loss by epoch"),
+    "plot": Command(ALONE, "report.figures", config.PlotConfig, "plot accuracy and loss by epoch"),
     "doctor": Command(ANY, "doctor", config.DoctorConfig, "check this machine"),
     "watch": Command(ALONE, "watch", config.WatchConfig, "show runs as they train"),
 }

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import TextIO
@@ -87,6 +86,23 @@ def percent(share: float) -> str:
     return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
 
 
+def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
+    """Round shares of one whole to integer percentages that add up to 100.
+
+    The largest remainders are rounded up.
+
+    >>> whole_percents({"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3})
+    {'data': 34, 'compute': 33, 'other': 33}
+    """
+    whole = sum(shares.values())
+    exact = {name: 100 * share / whole if whole > 0 else 0.0 for name, share in shares.items()}
+    found = {name: int(value) for name, value in exact.items()}
+    rest = 100 - sum(found.values()) if whole > 0 else 0
+    for name in sorted(exact, key=lambda name: found[name] - exact[name])[:rest]:
+        found[name] += 1
+    return found
+
+
 def bytes_text(size: float) -> str:
     """Format bytes: "4 B", "1.5 MiB", "64 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -120,12 +136,14 @@ def brief(value: object, most: int = 160) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def told_apart(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return distinct names of classes, none of which is `taken`.
+def shortened(text: str, width: int) -> str:
+    """Return `text` in one line of at most `width` characters, with an ellipsis in its middle.
 
-    Equal names get the number of their class: "x (0)", "x (3)".
+    Names of related runs often begin with the same words.
+
+    >>> shortened("03-digits,lr=0.1,batch-size=256", 20)
+    '03-digits,…-size=256'
     """
-    shared = {name for name, count in Counter([*names, *taken]).items() if count > 1}
-    return tuple(
-        f"{name} ({number})" if name in shared else name for number, name in enumerate(names)
-    )
+    line = " ".join(printable(text).split())
+    half = (width - 1) // 2
+    return line if len(line) <= width else f"{line[: width - 1 - half]}…{line[-half:]}"

@@ -232,6 +232,11 @@ class PlotConfig(Settings):
     runs_dir: str = option(*RUNS_DIR)
     confusion: bool = option("plot the confusion matrix of a split too", False)
     split: str = option("split of the confusion matrix", "test")
+    overlay: bool = option(
+        "draw all runs in the same panels, which show the last half of each curve; default: from"
+        " 7 runs on",
+        False,
+    )
     output: str | None = option(
         "write this .png, .svg or .pdf; default: training.png in the folder of the run or sweep,"
         " of several in --runs-dir",

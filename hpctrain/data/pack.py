@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.text import listed
+from hpctrain.text import listed, printable
 from hpctrain.typed import parse_json
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
             path,
             identity,
             shape,
-            tuple(facts["classes"]),
+            tuple(printable(name, newlines=False) for name in facts["classes"]),
             {name: _read_split(path, file[name], shape, bool(facts["fit"])) for name in names},
             {path: os.path.getsize(path)},
             tuple(facts["mean"]),

@@ -32,9 +32,9 @@ from hpctrain.inference.network import Inference, TrainedNetwork, find_model, re
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.device import torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, fair_threads, on_all, on_root, start_mpi
+from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.transport import open_device
-from hpctrain.report.confusion import Confusion
-from hpctrain.report.tables import print_evaluation, write_json
+from hpctrain.report.results import Confusion, print_evaluation, write_json
 from hpctrain.tasks import ANSWERS, TAKEN, Functions, import_own
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started
@@ -59,7 +59,7 @@ class Evaluation:
     rows: int
     means: dict[str, float]  # over samples, of the task's figures
     metrics: dict[str, float]  # figures of --metric
-    counts: Confusion | None  # sparse confusion matrix
+    counts: Confusion | None  # by true and predicted class
     mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
     classes: tuple[str, ...]  # names of the K classes
 
@@ -69,20 +69,20 @@ class Evaluation:
 
     @property
     def confusion(self) -> np.ndarray | None:
-        """The dense matrix (K, K) int64, created on each access: class i predicted as class j."""
-        return None if self.counts is None else self.counts.dense()
+        """The matrix (K, K) int64: class i predicted as class j; None for over 2,048 classes."""
+        return None if self.counts is None else self.counts.matrix
 
     @property
     def accuracy(self) -> float | None:
-        return None if self.counts is None else float(self.counts.diagonal().sum()) / self.rows
+        return None if self.counts is None else float(self.counts.by_class()[2].sum()) / self.rows
 
     @property
     def balanced_accuracy(self) -> float | None:
         """The mean recall of the classes that have samples in the split."""
         if self.counts is None:
             return None
-        true = self.counts.by_true()
-        return float((self.counts.diagonal()[true > 0] / true[true > 0]).mean())
+        true, _, right = self.counts.by_class()
+        return float((right[true > 0] / true[true > 0]).mean())
 
     def figures(self) -> dict[str, Any]:
         """Return the figures as they are recorded and written."""
@@ -120,12 +120,16 @@ def evaluate(
                 mistakes += map(Answer, *(values[wrong].tolist() for values in each))
                 mistakes = most_confident(mistakes, kept)
             sums.append({name: pair.tolist() for name, pair in found.items()})
-    parts = allgather(comm, (sums, bad, mistakes, counts.cells))
+    parts = allgather(comm, (sums, bad, mistakes))
     if text := describe_first(part[1] for part in parts):
         raise agreed(RunError(text))
     of_blocks = [each for part in parts for each in part[0]]
     if len(of_blocks) < blocks:
         return None
+    if task.classes:
+        summed = counts.counts.astype(np.float64)  # exact up to 2^53 samples
+        allreduce(comm, summed)
+        counts.counts = summed.astype(np.int64)
     figures = {}
     for name in of_blocks[0]:
         if any(each.keys() != of_blocks[0].keys() for each in of_blocks):
@@ -137,7 +141,7 @@ def evaluate(
         rows=len(split),
         means={name: value for name, value in figures.items() if name in TAKEN},
         metrics={name: value for name, value in figures.items() if name not in TAKEN},
-        counts=Confusion(task.classes, np.hstack([p[3] for p in parts])) if task.classes else None,
+        counts=counts if task.classes else None,
         mistakes=most_confident([each for part in parts for each in part[2]], kept),
         classes=split.pack.classes,
     )
@@ -248,7 +252,7 @@ def draw_answers(
     Captions are the image's name, the true class if it is known, and the predicted class and its
     probability; these two are red if the answer is wrong. Returns them, one line for each image.
     """
-    from hpctrain.report.pictures import draw_captioned, shown_values, write_image  # imports Pillow
+    from hpctrain.report.results import draw_captioned, shown_values, write_image  # imports Pillow
 
     rows = np.array([each.row for each in answers], np.int64)
     images, captions, lines = np.empty((len(rows), *source.image_shape), source.dtype), [], []
@@ -283,6 +287,6 @@ def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, sp
         **result.figures(),
         "balanced_accuracy": result.balanced_accuracy,
         "classes": list(pack.classes),
-        "confusion": None if result.counts is None else result.counts.as_json(),
+        **(result.counts.as_json() if result.counts else {"confusion": None}),
     }
     write_json(path, figures)

@@ -18,7 +18,7 @@ from hpctrain.data.images import SUFFIXES, BadImage, Fit, decode, decode_threads
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.network import Block, Inference
-from hpctrain.report.tables import answer_columns
+from hpctrain.report.results import answer_columns
 from hpctrain.tasks import network_output
 
 if TYPE_CHECKING:

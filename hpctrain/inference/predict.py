@@ -34,8 +34,7 @@ from hpctrain.inference.images import Images, classify_blocks, list_images, refu
 from hpctrain.inference.network import Block, TrainedNetwork
 from hpctrain.parallel.device import torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root, start_mpi
-from hpctrain.report.pictures import write_image
-from hpctrain.report.tables import open_predictions
+from hpctrain.report.results import open_predictions, write_image
 from hpctrain.tasks import network_output
 from hpctrain.text import say
 from hpctrain.watchdog import started, waiting

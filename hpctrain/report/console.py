@@ -1,29 +1,26 @@
-"""The console: it prints text from data as it is, in the width of the terminal, and a live bar.
+"""The console: it prints text from data as it is, in the width of the terminal.
 
 A launcher stands between rank 0 and the terminal. Open MPI gives each rank a pty of its own, so
 that ``isatty`` is true even if mpirun's output goes to a file. That pty has width 0; with older
 versions, also at a terminal. Hydra (MPICH, Intel MPI) gives each rank a pipe, even at a terminal.
-Therefore, on Linux, the launcher's own standard output is examined (``/proc/PID/fd/1``, proc(5)).
+Therefore, on Linux, standard output of the outermost launcher is examined (``/proc/PID/fd/1``), if
+it is the parent. If it is uncertain whether a terminal shows the output, none does.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
-import time
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.live import Live
 from rich.text import Text
 
 from hpctrain.text import printable
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "hydra")  # beginnings of their names
-UNKNOWN_WIDTH = 100  # columns of a bar if the width of the output is unknown
-SHORTEST_WAIT, LONGEST_WAIT = 0.2, 2.0  # seconds from one drawing to the next
-COST_RATIO = 1000  # between these bounds, that wait in units of the last drawing's duration
 
 
 class Console(RichConsole):
@@ -56,30 +53,20 @@ def dumb_terminal() -> bool:
 
 
 def terminal_columns() -> int | None:
-    """Return the width of the terminal that shows this process's output; None if none does."""
+    """Return the width of the terminal that shows this process's output; None if unsure."""
     stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # while there is a bar
-    replaced = stdout is not sys.__stdout__  # in a notebook: the terminal is the server's
-    if replaced:
+    if stdout is not sys.__stdout__ or stdout is None:  # in a notebook it is the server's
         return None
     try:
-        output = stdout.fileno()
-        mode = os.fstat(output).st_mode
-    except (OSError, ValueError):  # closed
-        return None
-    if os.isatty(output):
-        columns = os.get_terminal_size(output).columns
-        launcher = None if columns else _launcher(os.getppid())
-        return columns or (_columns_of(launcher) if launcher else 80)
-    piped = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-    if piped and _process(os.getppid())[0].startswith(LAUNCHERS):
-        return _columns_of(_launcher(os.getppid()))
-    return None
-
-
-def _columns_of(pid: int | None) -> int | None:
-    """Return the width of the terminal that is a process's standard output; None if it is none."""
-    path = f"/proc/{pid}/fd/1"
-    try:
+        output, launcher, parent = stdout.fileno(), 0, os.getppid()
+        mode, at_terminal = os.fstat(output).st_mode, os.isatty(output)
+        if at_terminal and (columns := os.get_terminal_size(output).columns):
+            return columns
+        while (found := _process(parent))[0].startswith(LAUNCHERS):
+            launcher, parent = parent, found[1]
+        if not launcher or not (at_terminal or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+            return None
+        path = f"/proc/{launcher}/fd/1"
         if not stat.S_ISCHR(os.stat(path).st_mode):  # opening a pipe would keep it open
             return None
         terminal = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
@@ -87,39 +74,20 @@ def _columns_of(pid: int | None) -> int | None:
             return os.get_terminal_size(terminal).columns or 80
         finally:
             os.close(terminal)
-    except OSError:
+    except (OSError, ValueError):  # no Linux, not our process, no terminal, closed
         return None
 
 
-def _launcher(pid: int) -> int | None:
-    """Return the launcher's outermost process from `pid` upwards (mpiexec, not its proxy)."""
-    found = None
-    while pid > 1:
-        name, parent = _process(pid)
-        if name.startswith(LAUNCHERS):
-            found = pid
-        elif found:
-            break
-        pid = parent
-    return found
-
-
 def _process(pid: int) -> tuple[str, int]:
-    """Return the name and the parent of a process; ("", 0) if unknown."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            before, _, after = file.read().rpartition(")")
-    except OSError:
-        return "", 0
+    """Return the name and the parent of a process (proc(5)). Raises OSError."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        before, _, after = file.read().rpartition(")")
     return before.partition("(")[2], int(after.split()[1])
 
 
 def output_width(default: int = 120) -> int:
     """Return the columns of the output: those of COLUMNS, else of the terminal, else `default`."""
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
-    return terminal_columns() or default
+    return shutil.get_terminal_size((terminal_columns() or default, 1)).columns
 
 
 def make_console(default: int = 120) -> Console:
@@ -129,44 +97,3 @@ def make_console(default: int = 120) -> Console:
     """
     plain = terminal_columns() is None or dumb_terminal()
     return Console(width=output_width(default), no_color=plain, force_terminal=not plain)
-
-
-class Bar:
-    """Two lines kept below all printed lines, until closed.
-
-    No thread redraws them. Drawing takes time from the training loop, and `COST_RATIO` limits its
-    share: a slow terminal is redrawn less often.
-    """
-
-    def __init__(self) -> None:
-        self._console = Console(force_terminal=True, width=output_width(UNKNOWN_WIDTH))
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._live.start()
-        self._console.show_cursor(True)  # a killed run must not leave the cursor hidden
-        self._due = 0.0
-
-    def line(self, text: str, style: str = "") -> None:
-        """Print a line above the bar."""
-        self._console.print(styled(text, style, self._console.encoding))
-
-    def due(self) -> bool:
-        """Whether it is time to redraw."""
-        return time.monotonic() >= self._due
-
-    def draw(self, before: str, share: float, after: str, below: str) -> None:
-        """Draw a bar filled to `share` in [0, 1] between `before` and `after`, above `below`."""
-        start = time.monotonic()
-        width = self._console.width = output_width(UNKNOWN_WIDTH)  # it may have changed
-        size = min(max(width - len(before) - len(after) - 4, 4), 40)
-        filled = int(size * share)
-        done, to_do = "━─" if self._console.encoding.startswith("utf") else "#-"
-        bar = (done * filled, "bar.complete"), to_do * (size - filled)
-        lines = Text.assemble(f"{before}  ", *bar, styled(f"  {after}\n  {below}"))
-        lines.no_wrap, lines.overflow = True, "ellipsis"
-        self._live.update(lines, refresh=True)
-        end = time.monotonic()
-        self._due = end + min(max(SHORTEST_WAIT, COST_RATIO * (end - start)), LONGEST_WAIT)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._live.stop()

@@ -21,7 +21,7 @@ from hpctrain.report.fields import FIELDS, Record, encode_record, parse_record
 from hpctrain.report.step_stats import Costs
 
 if TYPE_CHECKING:
-    from hpctrain.report.progress import Display
+    from hpctrain.report.display import Display
     from hpctrain.report.tensorboard import EventWriter
 
 FILE_NAME = "progress.jsonl"
@@ -74,7 +74,7 @@ class Recorder:
         except OSError as error:
             raise RunError(f"cannot open {self._path}: {error.strerror}") from error
         if progress != "none":
-            from hpctrain.report.progress import Display
+            from hpctrain.report.display import Display  # imports rich
 
             self._display = Display(folder, progress)
             self._shown.insert(0, self._display)
@@ -91,7 +91,7 @@ class Recorder:
             raise ValueError(f"a {kind} has no field {unknown}: add it to report/fields.py")
         if kind == "run":
             self._started = time.monotonic()
-            self._costs.describe(fields)
+            self._costs = Costs(fields)
             fields = {"format": FORMAT, **fields}
         elif kind == "step":
             self._costs.add(fields["seconds"], fields["slowest_rank"])

@@ -15,16 +15,15 @@ from hpctrain.report.fields import fields_marked
 
 
 class EventWriter:
-    """Writes a run's metrics to an event file."""
+    """Writes a run's metrics to an event file. After an error, later events are dropped."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
         """Open an event file in `folder`. Events of steps after `done` will be replaced."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError(
-                "--tensorboard needs the package tensorboard: pip install tensorboard"
-            ) from error
+            need = "--tensorboard needs the package tensorboard: pip install tensorboard"
+            raise UsageError(need) from error
         self._what = f"TensorBoard events to {folder}"
         with writing(self._what):
             self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
@@ -32,26 +31,21 @@ class EventWriter:
     def write(self, record: dict[str, Any]) -> None:
         """Write the scalars of a step or an evaluation; other records have none."""
         kind = record["kind"]
-        group = "training" if kind == "step" else record.get("split", "")
-        for name in fields_marked(kind, "scalar"):
-            value = record.get(name)
-            values = value if isinstance(value, dict) else {name: value}
-            for own, number in values.items():
-                if number is not None:
-                    self._call("add_scalar", f"{group}/{own}", number, record["step"])
+        scalars = {name: record.get(name) for name in fields_marked(kind, "scalar")}
+        scalars |= scalars.pop("metrics", None) or {}
+        group = "training" if kind == "step" else record.get("split")
+        for name, value in scalars.items() if self._writer else ():
+            if value is not None:
+                try:
+                    with writing(self._what):
+                        self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+                except RunError:
+                    self._writer = None
+                    raise
 
     def close(self) -> None:
         """Flush queued events and close the file."""
-        self._call("close")
-        self._writer = None
-
-    def _call(self, method: str, *values: Any) -> None:
-        """Call a method of the writer, unless an earlier call could not write."""
-        if self._writer is None:
-            return
-        try:
+        if self._writer:
             with writing(self._what):
-                getattr(self._writer, method)(*values)
-        except RunError:
+                self._writer.close()
             self._writer = None
-            raise

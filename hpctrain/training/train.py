@@ -27,6 +27,7 @@ from hpctrain.parallel.mpi import (
 from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.find import NETWORK_FILE
 from hpctrain.report.record import Recorder
+from hpctrain.report.step_stats import crowding
 from hpctrain.text import counted, say
 from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer
@@ -133,8 +134,9 @@ def train(run: Run, earlier: PreviousLaunch | None) -> TrainingResult:
         run.control,
         Writer(mine, config.checkpoint_every, config.keep_checkpoints, best) as run.writer,
     ):
-        run.recorder.write("run", **folder.run_facts(run))
-        for note in run.notes:
+        facts = folder.run_facts(run)
+        run.recorder.write("run", **facts)
+        for note in filter(None, [crowding(facts), *run.notes]):
             run.recorder.note(note)
         own = run.trainer.state().values()
         run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK

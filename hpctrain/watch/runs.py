@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SETTINGS_FILE, distinct_names, find_runs, propose_run
 from hpctrain.report.history import History, Outcome, number, time_of
-from hpctrain.report.step_stats import whole_percents
 from hpctrain.stop import ask
-from hpctrain.text import counted, duration, printable, rough_duration
+from hpctrain.text import counted, duration, printable, rough_duration, whole_percents
 from hpctrain.training.control import STOP_FILE
 from hpctrain.watchdog import BEAT_EVERY, HEARTBEATS, is_gone, read_beat
 

@@ -19,6 +19,7 @@ CASES = {  # ranks, ranks of a host, cores by rank, variables -> host_ranks, hos
     "each bound to cores of its own": (3, 2, {0: {0, 1}, 1: {2, 3}, 2: {4, 5}}, {}, (2, 4, 2)),
     "the last one to a single core": (3, 3, {0: {0, 1}, 1: {2, 3}, 2: {4}}, {}, (3, 5, 1)),
     "fewest cores by rank on the second host": (3, 2, {2: {0}}, {}, (1, 1, 1)),
+    "more ranks than cores": (3, 3, {n: {0, 1} for n in range(3)}, {}, (3, 2, 1)),
     "as many threads as are asked for": (3, 2, {}, {"OMP_NUM_THREADS": "5,2"}, (2, 6, 5)),
     "no threads are asked for": (1, 1, {}, {"OMP_NUM_THREADS": "0"}, (1, 6, 6)),
 }
@@ -44,6 +45,8 @@ def check(comm, settings, patch, name):
         (facts,) = records(settings, "run")
         found = facts["host_ranks"], facts["host_cores"], facts["threads"]
         assert found == expected
+        crowded = [note for note in records(settings, "note") if "ranks share" in note["text"]]
+        assert len(crowded) == (expected[0] > expected[1])
         assert facts["hosts"] == sorted({f"n{9 - rank // per_host}" for rank in range(ranks)})
 
 

@@ -11,11 +11,11 @@ from tests.support.api import Control
 @contextlib.contextmanager
 def leave_after(*steps: int):
     """Within this block, each rank votes for leaving in these steps, the first of which is 1."""
-    original, begun = Control.requests, []
+    original, begun = Control.flags, []
 
-    def requests(self, *told):
+    def flags(self, *told):
         begun.append(None)
-        return [*original(self, *told), *["preempted"] * (len(begun) in steps)]
+        return original(self, *told)._replace(preempted=len(begun) in steps)
 
-    with mock.patch.object(Control, "requests", requests):
+    with mock.patch.object(Control, "flags", flags):
         yield

@@ -101,14 +101,6 @@ def test_training_is_a_line_by_epoch_and_validation_dots_where_it_was(runs):
     assert "loss (cross-entropy)" in texts
 
 
-def test_the_epochs_of_validations_are_known_where_the_run_does_not_say(runs):
-    path = make_trained(runs / "a") / FILE
-    path.write_text(path.read_text().replace('"steps_per_epoch": 4', '"steps_per_epoch": null'))
-    figure = Figure("a")
-    place = figure.place([(1, 1), (2, 0.5), (3, 0.25)])
-    assert has_dots(figure, place, [(0.5, 2), (1.5, 1), (2.5, 0.5)])
-
-
 def test_by_step_where_fewer_than_two_epochs_are_done(runs):
     steps = [(n / 4, 2 * 0.5 ** (n / 4)) for n in range(1, 5)]
     assert Figure(make_trained(runs / "a", epochs=1)).place(steps) is not None
@@ -119,11 +111,6 @@ def test_what_is_not_finite_is_not_drawn(runs):
     figure = Figure(make_trained(runs / "a", nan_from=6, status="failed", test=False))
     assert figure.place([(n / 4, 2 * 0.5 ** (n / 4)) for n in range(1, 6)]) is not None
     assert "a: a reason" in figure.printed and "failed" in " ".join(figure.texts)
-
-
-def test_a_resumed_run_is_not_finished(runs):
-    append(make_trained(runs / "a", status="preempted"), run_line())
-    assert "a: not finished" in Figure("a").printed
 
 
 def test_a_network_without_classes_has_no_accuracy(runs):
@@ -144,18 +131,20 @@ def test_the_loss_is_named_as_the_record_says(runs, settings, name):
     assert any(name in text for text in Figure("a").texts)
 
 
-@pytest.mark.parametrize("count", [2, 8])
-def test_several_runs_are_named_with_their_results_in_axes_they_share(runs, count):
+@pytest.mark.parametrize(("count", "words"), [(2, []), (2, ["--overlay"]), (6, []), (8, [])])
+def test_runs_have_a_column_each_or_share_one_and_their_axes_are_alike(runs, count, words):
     factors = [0.5 + 0.05 * n for n in range(count)]
     made = [make_trained(runs / f"{n}-net", factor=each) for n, each in enumerate(factors)]
-    figure = Figure(*made)
+    figure = Figure(*made, *words)
     texts = " ".join(figure.texts)
     assert all(f"{n}-net" in texts for n in range(count))
     assert texts.count("test accuracy 60.00 %") == count
     ends = factors[0], factors[-1]
     places = [figure.place([(e, 2 * each**e) for e in (1, 2, 3)]) for each in ends]
-    heights = [place[1, 0] for place in places]  # of a unit of loss, downwards
-    assert heights[0] == pytest.approx(heights[1]) and heights[0] < 0
+    (factors, offsets), (others, shifted) = (place.T for place in places)
+    assert factors == pytest.approx(others) and factors[1] < 0  # of a unit of loss, downwards
+    assert offsets[1] == pytest.approx(shifted[1])
+    assert (offsets[0] == pytest.approx(shifted[0])) == (count > 6 or bool(words))
 
 
 def test_a_name_is_no_formula(runs):
@@ -189,7 +178,7 @@ def test_runs_that_have_recorded_nothing_are_left_out_of_several(runs):
         make_trained(runs / name)
     make_run(runs / "c", run_line())
     figure = Figure("a", "c", "b")
-    assert "c: left out" in figure.printed and "x.svg" in figure.printed.splitlines()[-1]
+    assert "left out: c has" in figure.printed and "x.svg" in figure.printed.splitlines()[-1]
     assert alone("plot", "a", "b").code == 0 and (runs / "training.png").exists()
     assert alone("plot", "a", "--output", "x.pdf").code == 0
     with open("x.pdf", "rb") as file:
@@ -229,9 +218,6 @@ def test_the_confusion_matrix_is_a_second_picture(runs):
     assert "left out: b" in done.out and "hpctrain evaluate runs/b --split test" in done.out
 
 
-MANY = {"true": [0, 4], "predicted": [0, 1], "count": [3, 1]}
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -245,7 +231,7 @@ MANY = {"true": [0, 4], "predicted": [0, 1], "count": [3, 1]}
 )
 def test_what_cannot_be_drawn_is_one_line_and_writes_nothing(runs, words, named):
     write_figures(make_trained(runs / "odd"), ["x"], [[1, 0], [0, 1]])
-    write_figures(make_trained(runs / "many"), [str(k) for k in range(21_000)], MANY)
+    write_figures(make_trained(runs / "many"), [str(k) for k in range(21_000)], None)
     write_figures(make_trained(runs / "den", classify=False), ["x"], None)
     make_run(runs / "new")
     make_run(runs / "nan", run_line(), step_line(1, loss=None, accuracy=None))

@@ -43,7 +43,8 @@ def tell_two_epochs(recorder, clock, look=lambda: None):
     for step in range(1, 7):
         epoch = (step + 2) // 3
         clock.skip(1.0)
-        own = {"images_per_second": 4812.3, "slowest_rank": 1 if step % 3 == 1 else 2}
+        own = {"images_per_second": 4812.3, "slowest_rank": 1}
+        own["seconds"] = {"data": 0.5, "compute": 1.25, "reduce": 0.125, "total": 2.0, "idle": 0.25}
         tell(recorder, "step", epoch=epoch, step=step, loss=1.5, accuracy=0.25, **own)
         if step == 4:
             look()
@@ -249,6 +250,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="ne
         ([("prterun", "pty")], True),  # Open MPI, at a terminal or with its output in a file
         ([("mpiexec.hydra", "pipe")], True),  # MPICH
         ([("prterun", "pty"), ("bash", "pipe")], False),  # somebody else reads
+        ([("prterun", "pty"), ("bash", "pty")], False),  # or may read
     ],
 )
 def test_a_bar_as_wide_as_the_terminal_that_shows_it_if_one_does(tmp_path, chain, has_bar):

@@ -280,10 +280,10 @@ def test_images_are_cropped_where_the_pack_cropped_them(comm, photos, tmp_path):
 
 
 def test_classes_of_any_names_have_columns_of_their_own():
-    names = ["file", "x", "x", "probability"]
+    names = ["file", "x", "y", "probability"]
     chances = np.array([[0.1, 0.2, 0.3, 0.4]], np.float32)
     answers = hp.Predictions({"file": np.array(["a"])}, names, chances, {})
-    assert [*answers][4:] == ["file (0)", "x (1)", "x (2)", "probability (3)"]
+    assert [*answers][4:] == ["file (0)", "x", "y", "probability (3)"]
     assert answers["file"] == ["a"] and answers["prediction"] == ["probability (3)"]
 
 

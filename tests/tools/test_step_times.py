@@ -28,10 +28,32 @@ def ended(folder, steps=10, slowest=(0,), facts=None, **seconds):
 
 
 def test_shares_are_of_the_whole_step(tmp_path):
-    found = ended(tmp_path, data=0.02, compute=0.9, reduce=0.05, slowest=(0, 1, 1, 1, 1))
+    found = ended(tmp_path, data=0.02, compute=0.9, reduce=0.05)
     expected = {"data": 0.02, "compute": 0.9, "reduce": 0.05, "other": 0.03}
     assert (found["step_seconds"], found["shares"]) == (pytest.approx(1), pytest.approx(expected))
-    assert (found["slowest_rank"], found["slowest_share"], found["advice"]) == (1, 0.8, [])
+    assert found["advice"] == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "slowest", "idle", "named"),
+    [
+        (5, (1,), 0.06, (1, 1.0)),  # in every step
+        (100, (0, 1, 1, 1, 1), 0.06, (1, 0.8)),
+        (1000, (1, 2, 1, 0, 1), 0.06, (1, 0.6)),
+        (10, (1, 1, 1, 0), 0.5, None),  # by chance
+        (4, (1,), 0.5, None),
+        (20, (0, 1, 1), 0.5, None),
+        (1000, (0, 1), 0.5, None),
+        (1000, (0, 1, 2, 0, 3), 0.5, None),
+        (1000, (1,), 0.04, None),  # nobody waits for it
+    ],
+)
+def test_a_rank_is_named_for_which_the_others_wait_but_not_by_chance(
+    tmp_path, steps, slowest, idle, named
+):
+    found = ended(tmp_path, steps, slowest, idle=idle, compute=1.0)
+    names = ("slowest_rank", "slowest_share")
+    assert [found.get(name) for name in names] == [*(named or (None, None))]
 
 
 def test_clocks_that_exceed_the_step_still_add_up_and_no_step_gives_no_shares(tmp_path):
@@ -45,16 +67,16 @@ LARGE = {"comm_dtype": "fp32", "parameters": 25_000_000}
 DATA, REDUCE = {"data": 0.7, "compute": 0.3}, {"reduce": 0.7, "compute": 0.3}
 SLOW = {"compute": 1.0, "idle": 0.3}
 CASES = [  # seconds of the phases; slowest ranks; facts of the run; words of the advice, if any
-    ({"data": 0.12, "compute": 0.8}, (0,), {}, ["data-bound"]),
-    ({"data": 0.09, "compute": 0.9}, (0,), {}, []),
+    ({"data": 0.22, "compute": 0.7}, (0,), {}, ["data-bound"]),
+    ({"data": 0.18, "compute": 0.8}, (0,), {}, []),
     ({"reduce": 0.3, "compute": 0.7}, (0,), {}, ["communication-bound"]),
     ({"reduce": 0.15, "compute": 0.85}, (0,), {}, []),
     ({"data": 0.4, "compute": 0.2, "reduce": 0.4}, (0,), {}, ["data-bound"]),
     ({"data": 0.12, "compute": 0.2, "reduce": 0.6}, (0,), {}, ["communication-bound"]),
-    ({"data": 0.12, "compute": 0.8, "idle": 0.3}, (2, 2, 0), {}, ["rank 2"]),
-    (SLOW, (2, 2, 0), {}, ["rank 2", "--worker-load"]),
+    ({"data": 0.22, "compute": 0.7, "idle": 0.3}, (2,), {}, ["rank 2"]),
+    (SLOW, (2,), {}, ["rank 2", "--worker-load"]),
     (SLOW, (0, 1, 2), {}, []),
-    ({**SLOW, "idle": 0.05}, (2, 2, 0), {}, []),
+    ({**SLOW, "idle": 0.09}, (2,), {}, []),
     (DATA, (0,), LARGE, ["data-bound", "--stage"]),
     (DATA, (0,), {"staged": True}, ["data-bound", "not --stage"]),
     (REDUCE, (0,), LARGE, ["communication-bound", "--comm-dtype bf16"]),
@@ -76,12 +98,6 @@ def test_only_what_would_help_and_is_not_done_is_advised(tmp_path, seconds, slow
 @pytest.mark.parametrize("steps", range(1, ENOUGH + 2))
 def test_a_few_steps_give_no_advice(tmp_path, steps):
     assert bool(ended(tmp_path, steps, **DATA)["advice"]) == (steps >= ENOUGH)
-
-
-def test_more_ranks_than_cores_are_named_before_a_bottleneck(tmp_path):
-    crowd, other = ended(tmp_path, facts={"host_ranks": 4, "host_cores": 2}, **REDUCE)["advice"]
-    assert "4 ranks" in crowd and "2 cores" in crowd and "communication-bound" in other
-    assert ended(tmp_path, facts={"host_ranks": 2, "host_cores": 2}, **REDUCE)["advice"] == [other]
 
 
 PHASES = st.sampled_from(["data", "compute", "reduce"])

@@ -115,18 +115,3 @@ def test_events_that_cannot_be_written_are_one_error_and_the_record_goes_on(tmp_
         tell(recorder, "step", step=2)
     assert len(calls) == 1, "later events are dropped"
     assert [record.get("step") for record in read_strictly(tmp_path)] == [None, 1, 2]
-
-
-def test_an_interrupt_while_writing_leaves_a_file_that_is_closed(tmp_path, monkeypatch):
-    def interrupted(*values):
-        raise KeyboardInterrupt
-
-    closed, close = [], tensorboard().SummaryWriter.close
-    monkeypatch.setattr(tensorboard().SummaryWriter, "add_scalar", interrupted)
-    monkeypatch.setattr(
-        tensorboard().SummaryWriter, "close", lambda self: closed.append(close(self))
-    )
-    recorder = Recorder(tmp_path, "none", tensorboard=True)
-    with pytest.raises(KeyboardInterrupt), recorder:
-        tell(recorder, "step", step=1)
-    assert closed, "or events in its queue would be lost"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hpctrain.errors import first_line
-from hpctrain.streams import Snapshot
+from hpctrain.parallel.message import Report
 from hpctrain.training.run import Run
 from scripts.benchmarks.gpu.case import (
     Case,
@@ -49,7 +49,7 @@ def measure(case: Case) -> Iterator[Result]:
             yield attempt(what, unwaiting, case, flags)
 
 
-def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Run, Callable[[], Snapshot]]:
+def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Run, Callable[[], Report]]:
     """Return a job, and a function that runs one step of it and copies its totals to the host.
 
     The training loop does the same.
@@ -59,12 +59,12 @@ def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Run, Callable[[], Snap
     job = ready(case, *words, "--model", case.size("resnet50", "digits"))
     (batches,) = first_batches(job)
 
-    def step() -> Snapshot:
+    def step() -> Report:
         job.trainer.step(batches, BATCH)
         return job.trainer.message.report()
 
     for _ in range(WARM):
-        step().array()
+        step().totals()
     return job, step
 
 
@@ -73,7 +73,7 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
     job, step = make_job(case, flags)
     calls = count_calls(job.trainer.reduce.transport, "allreduce")
     path = case.folder / "trace.json"
-    events = profiled(lambda: step().array(), path, case.on_gpu)
+    events = profiled(lambda: step().totals(), path, case.on_gpu)
     what = f"reductions asked of {name} a step"
     yield shown(what, len(calls) == STEPS, f"{len(calls) / STEPS:g}", "1", n=STEPS)
     if case.rehearsal and case.on_gpu:
