@@ -1,4 +1,7 @@
-"""Start ranks from a program: the launcher, its environment, a process that dies with this one."""
+"""Start ranks from a program, and end them: used by sweep, supervise, scripts and tests.
+
+SIGUSR2, which launchers forward to all ranks, asks them to save and exit with 75.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from hpctrain.cluster import end_with_parent, signals_handled
@@ -19,8 +22,9 @@ from hpctrain.report.history import History, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Allow root, and more ranks than cores. Open MPI 4 and 5 read different names.
-AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-OVERSUBSCRIBE = {
+ALLOWED = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
@@ -33,34 +37,29 @@ UNBOUND = {
 CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
 KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
-MOST_READ = 1 << 16  # bytes of a log that are searched for the cause of a failure
 ERROR = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
 SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
 
 
 def mpirun() -> str:
     """Return the mpirun beside this Python, else the one on the PATH. Raises UsageError if none."""
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    places = os.path.dirname(sys.executable), os.environ.get("PATH", "")
+    found = shutil.which("mpirun", path=os.pathsep.join(places))
     if found is None:
         raise UsageError("there is no mpirun on the PATH: load an MPI module")
     return found
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a job, with this hpctrain first on PYTHONPATH.
-
-    Root and more ranks than cores are allowed, unless the user has set the variables.
+    """Return the environment of a job: this hpctrain is first on PYTHONPATH, and root and more
+    ranks than cores are allowed, unless the user has set the variables.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
-    return {**OVERSUBSCRIBE, **root, **os.environ, "PYTHONPATH": path, **(extra or {})}
+    return {**ALLOWED, **os.environ, "PYTHONPATH": path, **(extra or {})}
 
 
 def own_sessions(folder: str) -> dict[str, str]:
-    """Return variables that make an mpirun keep its sockets in `folder`: those that a killed one
-    left would conflict with the next one of the same process ID.
-    """
+    """Return variables that keep an mpirun's sockets apart from those that a killed one left."""
     return {"OMPI_MCA_orte_tmpdir_base": folder, "PRTE_MCA_prte_tmpdir_base": folder}
 
 
@@ -79,63 +78,14 @@ def is_repeated(signals: Sequence[tuple[signal.Signals, float]]) -> bool:
     return bool(times) and times[-1] > times[0] + REPEATED_AFTER
 
 
-class LaunchedRun:
-    """A launcher process that trains the run in `folder`, and what this launch records."""
-
-    def __init__(
-        self,
-        folder: Path,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        log: Path | None = None,
-        cores: Collection[int] = (),
-    ) -> None:
-        """Start the process as `start` does. Raises RunError if it cannot be started."""
-        self.folder = folder
-        self._history = History(folder, "none")
-        self._began_before = self.history().launch.began
-        self._killed_at: float | None = None
-        try:
-            self.process = start(command, log, env, cores)
-        except OSError as error:
-            raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
-
-    def history(self) -> History:
-        """Read new lines of the run's record and return its history."""
-        self._history.follow()
-        return self._history
-
-    def has_begun(self) -> bool:
-        """Whether this launch has written to the record. Compares no clocks of two hosts."""
-        return self.history().launch.began != self._began_before
-
-    def recorded(self) -> Outcome:
-        """Return how this launch ended according to its record; an empty outcome if unknown."""
-        return self.history().launch.outcome if self.has_begun() else Outcome()
-
-    def preempt(self) -> None:
-        """Ask the run to save and exit with 75: launchers forward SIGUSR2 to all ranks."""
-        self.process.send_signal(signal.SIGUSR2)
-
-    def kill(self) -> None:
-        """Send SIGTERM, and SIGKILL `KILL_AFTER` seconds later. To be called until it has ended."""
-        if self._killed_at is None:
-            self._killed_at = time.monotonic()
-            self.process.terminate()
-        elif time.monotonic() > self._killed_at + KILL_AFTER:
-            self.process.kill()
-
-
 def start(
-    command: Sequence[str],
-    log: Path | None,
-    env: Mapping[str, str],
-    cores: Collection[int] = (),
+    command: Sequence[str], log: Path | None, env: Mapping[str, str], cores: Collection[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a launcher on these cores (all if none are given) and append its output to `log`.
 
-    Without a log, it writes where this process writes. It runs in a session of its own, so that
-    Ctrl-C reaches only this process, with which it dies. Raises OSError if it cannot start.
+    Without a log, it writes where this process writes. It leads a session, so that Ctrl-C reaches
+    only this process. It dies with the thread that calls this: call it in the main thread. Raises
+    RunError.
     """
     parent = os.getpid()
 
@@ -144,23 +94,62 @@ def start(
         if cores:
             os.sched_setaffinity(0, cores)
 
-    with open(log, "ab") if log else nullcontext() as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT if log else None,
-            env=dict(env),
-            start_new_session=True,
-            preexec_fn=prepare,
-        )
+    try:
+        with open(log, "ab") if log else nullcontext() as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if log else None,
+                env=env,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+    except OSError as error:
+        raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
 
 
-def log_tail(log: Path, start: int) -> str:
-    """Return what was appended to a log after its first `start` bytes, at most the last 64 KiB."""
-    with open(log, "rb") as file:
-        file.seek(max(start, log.stat().st_size - MOST_READ))
-        return file.read().decode(errors="replace")
+def end(*processes: subprocess.Popen[bytes]) -> None:
+    """End processes that lead sessions, with their process groups, and wait for them.
+
+    They get SIGTERM, once, so that launchers end their ranks; what is left `KILL_AFTER` seconds
+    later gets SIGKILL.
+    """
+
+    def send(number: int) -> bool:
+        """Send a signal (0: none). Return whether any process is left."""
+        left = False
+        for process in processes:
+            process.poll()  # a zombie would count
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+                left = True
+        return left
+
+    send(signal.SIGTERM)
+    until = time.monotonic() + KILL_AFTER
+    while send(0) and time.monotonic() < until:
+        time.sleep(0.05)
+    send(signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+class LaunchRecord:
+    """What one launch of the run in `folder` records; to be made before the launch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.history = History.read(folder, "none")
+        self._began_before = self.history.launch.began
+
+    def has_begun(self) -> bool:
+        """Whether the launch has written to the record. Compares no clocks of two hosts."""
+        self.history.follow()
+        return self.history.launch.began != self._began_before
+
+    def outcome(self) -> Outcome:
+        """Return how the launch ended according to the record; an empty outcome if unknown."""
+        return self.history.launch.outcome if self.has_begun() else Outcome()
 
 
 def last_error_line(text: str) -> str:
@@ -171,5 +160,5 @@ def last_error_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
     for pattern in (ERROR, SIGNAL):
         if found := [line for line in lines if pattern.search(line)]:
-            return found[-1]
+            return found[-1].removeprefix("hpctrain: ")
     return lines[-1] if lines else "nothing printed"

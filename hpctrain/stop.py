@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.config import StopConfig
 from hpctrain.errors import UsageError
-from hpctrain.report.find import SWEEP_FILE, find_folder, sweep_runs
+from hpctrain.report.find import SETTINGS_FILE, SWEEP_FILE, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.text import say
 from hpctrain.training.control import is_locked, request_stop
@@ -18,36 +18,23 @@ from hpctrain.training.control import is_locked, request_stop
 
 def main(settings: StopConfig) -> int:
     """Request that the run or the sweep stop; print the request, or that it has already ended."""
-    folder = find_folder(settings.target, settings.runs_dir)
-    if (folder / SWEEP_FILE).is_file():
-        say(ask_sweep(folder))
-    else:
-        say(ask(folder))
+    say(ask(find_folder(settings.target, settings.runs_dir)))
     return 0
 
 
 def ask(folder: Path) -> str:
-    """Request that the run in this folder stop, unless it has ended; return the line to print.
-
-    Raises UsageError, RunError.
-    """
-    if not (folder / "config.toml").is_file():
-        raise UsageError(f"{folder} is not the folder of a run: it has no config.toml")
+    """Request that a run or a sweep stop, unless it has ended; return the line to print."""
+    if (folder / SWEEP_FILE).is_file():
+        request_stop(folder)  # first, so that no other network begins
+        working = [run for run in sweep_runs(folder) if is_locked(run)]
+        for run in working:
+            request_stop(run)
+        if working or is_locked(folder):
+            return f"{folder} is asked to stop: its networks after their next step, no other begins"
+        return f"{folder} is not at work; queued tasks of a job array will end at once"
+    if not (folder / SETTINGS_FILE).is_file():
+        raise UsageError(f"{folder} is not the folder of a run: it has no {SETTINGS_FILE}")
     if History.read(folder, "none").launch.outcome.status == "done":
         return f"{folder} has already ended"
     request_stop(folder)
     return f"{folder} is asked to stop after its next step"
-
-
-def ask_sweep(folder: Path) -> str:
-    """Request that a sweep's driver, its runs and the tasks of its job array stop.
-
-    The sweep's STOP file comes first, so that no other network begins. Returns the line to print.
-    """
-    request_stop(folder)
-    working = [run for run in sweep_runs(folder) if is_locked(run)]
-    for run in working:
-        request_stop(run)
-    if working or is_locked(folder):
-        return f"{folder} is asked to stop: its networks after their next step, no other begins"
-    return f"{folder} is not at work; queued tasks of a job array will end at once"

@@ -39,20 +39,21 @@ POLL_PROCESSES_EVERY = 0.1  # seconds
 POLL_FILES_EVERY = 0.5  # seconds between checks of records, locks and the STOP file
 
 
-class NetworkProcess(launch.LaunchedRun):
+class NetworkProcess:
     """A launcher process that trains one network; polled by the driver."""
 
     def __init__(self, folder: Path, network: SweepNetwork, slot: Slot, command: list[str]) -> None:
         """Start the process. Raises RunError if it cannot be started."""
         self.network, self.slot = network, slot
-        own, self.log = folder / network.name, folder / f"{network.name}.log"
+        self.folder, self.log = folder / network.name, folder / f"{network.name}.log"
         self.requested: str | None = None  # preempt, stop or kill
-        (own / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
+        (self.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._sessions = tempfile.mkdtemp(prefix="hpctrain-")
         env = launch.environment({**slot.environment(), **launch.own_sessions(self._sessions)})
         try:
-            super().__init__(own, command, env, self.log, slot.cores)
+            self._record = launch.LaunchRecord(self.folder)
+            self.process = launch.start(command, self.log, env, slot.cores)
         except RunError:
             shutil.rmtree(self._sessions, ignore_errors=True)
             raise
@@ -61,7 +62,7 @@ class NetworkProcess(launch.LaunchedRun):
         """Ask the run to save and exit with 75: launchers forward SIGUSR2 to all ranks."""
         if self.requested in (None, "stop"):
             self.requested = "preempt"
-            super().preempt()
+            self.process.send_signal(signal.SIGUSR2)
 
     def stop(self) -> None:
         """Ask the run to stop after its next step. To be called again until its folder exists."""
@@ -69,10 +70,10 @@ class NetworkProcess(launch.LaunchedRun):
             self.requested = "stop"
             request_stop(self.folder)
 
-    def kill(self) -> None:
-        """End the network at once. To be called again until it has ended."""
-        self.requested = "kill"
-        super().kill()
+    def history(self) -> History:
+        """Return the history of the run."""
+        self._record.history.follow()
+        return self._record.history
 
     def outcome(self) -> tuple[str, str | None] | None:
         """Return status and reason once it has ended, else None; "preempted" only by others."""
@@ -81,8 +82,8 @@ class NetworkProcess(launch.LaunchedRun):
             return None
         shutil.rmtree(self._sessions, ignore_errors=True)
         (self.folder / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
-        outcome = self.history().launch.outcome
-        own = self.recorded().status
+        own = self._record.outcome().status
+        outcome = self._record.history.launch.outcome
         if own == DONE or (code == 0 and outcome.status == DONE):
             return DONE, outcome.reason
         if own == STOPPED:
@@ -98,8 +99,8 @@ class NetworkProcess(launch.LaunchedRun):
         return FAILED, self._last_error_line() if code else "it ended without a record"
 
     def _last_error_line(self) -> str:
-        tail = launch.log_tail(self.log, self._log_start)
-        return launch.last_error_line(tail).removeprefix("hpctrain: ")
+        output = self.log.read_bytes()[self._log_start :]
+        return launch.last_error_line(output.decode(errors="replace"))
 
 
 class Driver:
@@ -154,8 +155,10 @@ class Driver:
             return
         if self._preempted_by is None:
             self._preempt(signals[0][0].name)
-        for process in self._processes if launch.is_repeated(signals) else ():
-            process.kill()
+        if launch.is_repeated(signals):
+            for process in self._processes:
+                process.requested = "kill"
+            launch.end(*(process.process for process in self._processes))
 
     def _preempt(self, why: str) -> None:
         self._preempted_by = why

@@ -386,7 +386,7 @@ def in_job(tmp_path, names, srun=SRUN, scontrol="echo $3 | tr ' ' '\\n'"):
 
 @pytest.mark.parametrize("name", NODES)
 def test_dead_nodes_are_excluded_and_spares_take_their_place(run, tmp_path, monkeypatch, name):
-    monkeypatch.setattr("hpctrain.supervise.nodes.ANSWER_WITHIN", 3.0)
+    monkeypatch.setattr("hpctrain.supervise.ANSWER_WITHIN", 3.0)
     names, tasks, wanted, first, second, said = NODES[name]
     flags = [f"--nodes={wanted}"] if wanted else []
     env = in_job(tmp_path, names) | tasks

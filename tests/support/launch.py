@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import launched_size
-from hpctrain.launch import AS_ROOT, OVERSUBSCRIBE, mpirun, own_sessions
+from hpctrain.launch import ALLOWED, end, mpirun, own_sessions
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Prefixes of the variables that Open MPI, MPICH, Slurm, PALS and Flux set for ranks they start.
@@ -29,10 +29,9 @@ LAUNCHER_PREFIXES = (
 #: For the sockets of mpirun: one that was killed leaves them, and the next of its number trips.
 SESSIONS = tempfile.mkdtemp(prefix="hpctrain-")
 atexit.register(shutil.rmtree, SESSIONS, ignore_errors=True)
-ALLOWED = {
-    **dict.fromkeys(AS_ROOT, "1"),
+VARIABLES = {
+    **ALLOWED,
     "OMPI_MCA_btl": "^ofi",  # which sleeps for a second when MPI starts; all ranks share a host
-    **OVERSUBSCRIBE,
     **own_sessions(SESSIONS),
 }
 
@@ -43,7 +42,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     if launched_size() is not None:  # then they describe this rank, else they are the user's
         own = {name: own[name] for name in own if not name.startswith(LAUNCHER_PREFIXES)}
     path = os.pathsep.join(filter(None, (str(ROOT), own.get("PYTHONPATH"))))
-    return {**ALLOWED, **own, "PYTHONPATH": path, **(extra or {})}
+    return {**VARIABLES, **own, "PYTHONPATH": path, **(extra or {})}
 
 
 def as_flags(settings: Mapping[str, object]) -> list[str]:
@@ -94,10 +93,8 @@ class Job(subprocess.Popen[str]):
         return marked(self.mark)
 
     def end(self) -> tuple[str, str]:
-        """End the job; what it had printed. SIGTERM first, so that mpirun ends its ranks itself."""
-        self.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(timeout=5)
+        """End the job, with all that it started; what it had printed."""
+        end(self)
         for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ import pytest
 from scripts.benchmarks import data, harness
 from scripts.benchmarks.against import FIGURES
 from tests.support.fuzz_faults import FAULTS, SOUND
-from tests.support.launch import ALLOWED, LAUNCHER_PREFIXES, ROOT, run
+from tests.support.launch import LAUNCHER_PREFIXES, ROOT, VARIABLES, run
 
 TRIALS = int(os.environ.get("HPCTRAIN_TEST_FAULTS", "20"))
 FUZZ = ["--only", "tests.support.fuzz_faults:Faults", "--inputs", str(len(SOUND) + len(FAULTS))]
@@ -72,7 +72,7 @@ def test_two_packages_are_measured_in_turn():
     """In everything that a step costs; here they are one."""
     own = {name: os.environ[name] for name in os.environ if not name.startswith(LAUNCHER_PREFIXES)}
     words = ["-m", "scripts.benchmarks", "tree", "--against", "HEAD", "--rounds", "1"]
-    done = run([sys.executable, *words], 800, {**own, **ALLOWED}, ROOT)
+    done = run([sys.executable, *words], 800, {**own, **VARIABLES}, ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│ new")]
     ratios = {unit: float(row[-2]) for unit, row in zip(FIGURES, rows, strict=True)}

@@ -80,7 +80,9 @@ def run_check(site: Site, name: str) -> tuple[str, str, str]:
         return PASSED, *CHECKS[name](site)
     except (Failure, *BUGS) as error:
         kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
-        tail = "\n".join(launch.log_tail(site.log, start).splitlines()[-TAIL:])
+        tail = "\n".join(
+            site.log.read_bytes()[start:].decode(errors="replace").splitlines()[-TAIL:]
+        )
         return FAILED, f"{kind}{first_line(error)}", f"```\n{tail}\n```\n"
 
 

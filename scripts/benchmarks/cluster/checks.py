@@ -6,6 +6,7 @@ A check raises a Failure if it failed.
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from hpctrain.errors import RunError
 from hpctrain.supervise import newest_step
 from hpctrain.text import counted, listed
 from scripts.benchmarks.cluster.site import PROGRAM, RANK, Site
-from scripts.benchmarks.gpu.check import end_group
 
 Found = tuple[str, str]  # a line, and details as Markdown or ""
 PACED, MORTAL = (("--model", f"{RANK}:{name}") for name in ("paced", "mortal"))
@@ -79,14 +79,15 @@ def check_notice(site: Site) -> Found:
     """Send SIGUSR2 to a run, which must save and exit with 75; resume it."""
     folder, log = site.folder / "noticed", site.log
     command = [*site.command(), *PROGRAM, *site.words("noticed", *PACED)]
-    run = launch.LaunchedRun(folder, command, launch.environment(), log)
+    record = launch.LaunchRecord(folder)
+    process = launch.start(command, log, launch.environment())
     try:
-        while not newest_step(folder) and run.process.poll() is None and site.left > 1:
+        while not newest_step(folder) and process.poll() is None and site.left > 1:
             time.sleep(0.1)
-        run.preempt()
-        code, outcome = run.process.wait(timeout=site.left), run.recorded()
+        process.send_signal(signal.SIGUSR2)
+        code, outcome = process.wait(timeout=site.left), record.outcome()
     finally:
-        end_group(run.process)
+        launch.end(process)
     name, step = Path(command[0]).name, newest_step(folder)
     if (code, outcome.status) != (LEFT, "preempted"):
         raise RunError(f"SIGUSR2 to {name}: exit code {code}, {outcome.status or 'no end'}")

@@ -18,7 +18,7 @@ from hpctrain.cluster import find_job
 from hpctrain.errors import RunError, UsageError
 from hpctrain.packing.builtin import locate
 from hpctrain.report.record import read_records
-from scripts.benchmarks.gpu.check import end_group, output_of
+from scripts.benchmarks.gpu.check import output_of
 
 PROGRAM = (sys.executable, "-m", "hpctrain")
 RANK = "scripts.benchmarks.cluster.rank"
@@ -74,9 +74,9 @@ class Site:
         except subprocess.TimeoutExpired:
             raise RunError(f"not done after {self.limit:g} s") from None
         finally:
-            end_group(process)  # also on Ctrl-C
-        text = launch.log_tail(self.log, start)
-        line = launch.last_error_line(text).removeprefix("hpctrain: ")
+            launch.end(process)  # also on Ctrl-C
+        text = self.log.read_bytes()[start:].decode(errors="replace")
+        line = launch.last_error_line(text)
         if code == UsageError.exit_code:
             raise UsageError(line)
         if code:

@@ -13,12 +13,10 @@ import json
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 Found = dict[str, list[Result]]  # by row
 SECONDS = 460.0  # for all rows
 LEAST = 10.0  # seconds; with less time left no row is started
-PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL
 REHEARSAL = "R E H E A R S A L :   N O   R E S U L T"
 
 
@@ -142,7 +139,7 @@ def run_row(name: str, options: argparse.Namespace, log: Path, left: float) -> l
     if code is None:
         results.append(not_run(f"the rest of {row.about}", f"its {limit:.0f} s were over"))
     elif code or not results:
-        line = launch.last_error_line(launch.log_tail(log, start))
+        line = launch.last_error_line(log.read_bytes()[start:].decode(errors="replace"))
         results.append(Result(row.about, FAILED, remark=f"({code}) {line}"))
     return results
 
@@ -155,19 +152,7 @@ def run_for(command: list[str], log: Path, limit: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end_group(process)  # also on Ctrl-C
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all it has started: by SIGTERM first, so that mpirun ends its ranks."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):  # no process is left
-            os.killpg(process.pid, number)
-            patience = time.monotonic() + PATIENCE
-            while time.monotonic() < patience:
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(0.05)
+        launch.end(process)  # also on Ctrl-C
 
 
 def write(folder: Path, rehearsal: str | None, known: dict[str, object], found: Found) -> None:

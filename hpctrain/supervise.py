@@ -1,0 +1,380 @@
+"""``hpctrain supervise -- srun python -m hpctrain ...``: restart a run after failures.
+
+    hpctrain supervise -- mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
+
+One policy, for a workstation and for a batch job:
+
+* After a failure (a rank was killed, memory ran out, a GPU failed, a node was lost or fell silent)
+  the run is restarted from its newest checkpoint, on the nodes that are left (`Allocation`).
+* When the scheduler preempts the job, or fewer than half of the nodes are left, the supervisor
+  requeues the job and exits with 75. Slurm itself requeues a job that lost its first node.
+* The supervisor exits with 1 after `--max-failures` consecutive failures without a new checkpoint,
+  and when loss or gradient is not finite; after a mistake in the settings with the run's exit code.
+
+The supervisor uses neither MPI nor torch, so that what ends a rank does not end it.
+
+A job of Slurm with ``--no-kill`` keeps its allocation when a node fails. Slurm notices a dead node
+after SlurmdTimeout (300 s by default), but the connections of its ranks break immediately. After a
+failure, a job step is therefore run on each node, and nodes that do not answer are excluded. It and
+all later launches are given ``--overlap``: the step of the failed launch may hold its cores until
+Slurm has noticed the dead node (srun(1)), or until the job ends if only the step daemon was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from hpctrain import launch
+from hpctrain.cluster import LEFT, REQUESTS, ask, find_job, tasks_by_node
+from hpctrain.config import Config, SuperviseConfig
+from hpctrain.errors import RunError, UsageError
+from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
+from hpctrain.report.history import History, Outcome
+from hpctrain.text import counted, listed, say
+from hpctrain.training.control import is_locked
+from hpctrain.watchdog import IMPORTS
+
+POLL_EVERY = 0.1  # seconds
+LOCKED_FOR = 120.0  # seconds to wait for a lock: NFS keeps that of a lost node for 90 s
+PAUSES = (0.0, 5.0, 30.0)  # seconds before a restart, by failures without a new checkpoint
+ANSWER_WITHIN = 15.0  # seconds for a node to run a step
+MOST_REQUEUES = 20
+#: Options of srun that belong to the supervisor.
+OWN = {"-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"}
+OWN |= {"-w", "--nodelist", "-x", "--exclude"}
+
+
+class EndedLaunch(NamedTuple):
+    """How one launch of the run ended."""
+
+    number: int  # 1, 2, ...
+    code: int  # of the launcher; -9 if it was killed
+    outcome: Outcome  # as recorded by this launch, or as its heartbeats show it
+    repeats: bool  # the run recorded that another launch would fail in the same way
+    began: bool  # this launch wrote to the record
+    saved: int  # step of the newest checkpoint, 0 without one
+    saved_before: int  # the same when the supervisor began
+
+    def cause(self) -> str:
+        """Return why the launch ended, in one line."""
+        code = f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+        return f"{code}: {self.outcome.reason or 'no rank recorded a reason, see above'}"
+
+    def verdict(self, asked: bool) -> tuple[int | None, str]:
+        """Return the exit code of the supervisor, or None to restart the run, and a message.
+
+        `asked` is whether the supervisor had asked the run to save and exit.
+        """
+        preempted = self.code == LEFT or self.outcome.status == "preempted"
+        if self.code == 0:
+            return 0, ""
+        if preempted and (asked or self.code == LEFT or self.saved > self.saved_before):
+            return LEFT, f"saved after step {self.saved:,}"
+        if asked:
+            return LEFT, f"ended, {self.cause()}; the newest checkpoint is of step {self.saved:,}"
+        if preempted or self.repeats:
+            return 1, f"not restarted: {self.outcome.reason}"
+        if (
+            self.number == 1
+            and not self.began
+            and (self.code == 2 or (self.code, self.saved) == (1, 0))
+        ):
+            return self.code, ""  # a mistake, which hpctrain has named
+        return None, f"launch {self.number} failed, {self.cause()}"
+
+
+def main(settings: SuperviseConfig) -> int:
+    """Launch the run until it is done, has failed or is preempted; return the exit code."""
+    with launch.caught_signals() as signals:  # first: a notice may come at any time
+        words, config = parse_command(settings.command)
+        allocation = find_allocation(words, settings.nodes)
+        return Supervisor(words, config, allocation, signals).run(settings.max_failures)
+
+
+def parse_command(command: tuple[str, ...]) -> tuple[list[str], Config]:
+    """Return the launch command, with a name for the run, and the settings of the run.
+
+    Raises UsageError if the command does not train, or is refused by its own parser.
+    """
+    from hpctrain.cli import parse
+
+    words = list(command)
+    places = [n for n, word in enumerate(words) if Path(word).name == "hpctrain"]
+    if not places:
+        example = "supervise -- mpirun -n 4 python -m hpctrain --data flowers.h5"
+        raise UsageError(f"supervise what? Give the launch command after --, as in {example}")
+    place = next((n for n in places if n and words[n - 1] == "-m"), places[0])  # else in a path
+    name, config = parse(words[place + 1 :])
+    if name != "train":
+        raise UsageError(f"supervise launches train, not {name}")
+    if config.run is None:  # a job that is requeued must find its run again
+        job = os.environ.get("SLURM_JOB_ID")
+        words += ["--run", f"job-{job}" if job else time.strftime("%Y%m%d-%H%M%S")]
+        _, config = parse(words[place + 1 :])
+    return words, config
+
+
+class Supervisor:
+    """Launches a run and restarts it after failures; see the module for the policy."""
+
+    def __init__(
+        self,
+        words: list[str],
+        config: Config,
+        allocation: Allocation | None,
+        signals: list[tuple[signal.Signals, float]],
+    ) -> None:
+        self._words, self._config = words, config
+        self._allocation, self._signals = allocation, signals
+        self._folder = Path(config.runs_dir) / str(config.run)
+        self._deadline = time.monotonic() + config.time_limit if config.time_limit else None
+
+    def run(self, max_failures: int) -> int:
+        """Launch the run until a verdict ends it; return the exit code."""
+        number = fruitless = 0
+        before = saved = newest_step(self._folder)
+        while not self._signals:
+            number += 1
+            ended = self._launch(number, before)
+            code, what = ended.verdict(bool(self._signals))
+            if code == LEFT:
+                return self._give_back(what)
+            if code is not None:
+                if what:
+                    tell(what)
+                return code
+            fruitless = 0 if ended.saved > saved else fruitless + 1
+            saved = ended.saved
+            if fruitless >= max_failures:
+                tell(f"{what}; {fruitless} in a row without a new checkpoint: giving up")
+                return 1
+            problem = self._allocation.exclude_dead() if self._allocation else ""
+            if self._deadline and time.monotonic() > self._deadline:
+                problem = "the time is up"
+            if problem:
+                return self._give_back(f"{what}; {problem}")
+            where = f" {self._allocation.describe()}" if self._allocation else ""
+            after = f"after step {saved:,}" if saved else "from the start"
+            tell(f"{what}; restarting{where}, {after}")
+            self._wait(PAUSES[min(fruitless, len(PAUSES)) - 1] if fruitless else 0.0)
+        return self._give_back(f"{self._signals[0][0].name} while no launch was running")
+
+    def _launch(self, number: int, saved_before: int) -> EndedLaunch:
+        """Launch the run once, and wait for its end; signals are passed on as SIGUSR2."""
+        words, env = self._words, dict(os.environ)
+        if self._allocation:
+            words, env = self._allocation.command(words), self._allocation.environment()
+        if number > 1 or restarts():
+            words = [*words, "--resume", "auto"]
+        if self._deadline is not None:
+            left = max(self._deadline - time.monotonic(), 1)
+            words = [*words, "--time-limit", f"{left:.0f}s"]
+        before = heartbeats(self._folder)  # of an earlier launch
+        record = launch.LaunchRecord(self._folder)
+        process = launch.start(words, None, env)
+        patience = self._config.hang_timeout + IMPORTS  # as in the watchdog
+        asked, checked, until = False, False, time.monotonic() + patience
+        while (code := process.poll()) is None:
+            if self._signals and not asked:
+                asked = True
+                if self._is_ended_by_user():
+                    name = self._signals[0][0].name
+                    tell(f"{name}: the run saves and ends; once more ends it at once")
+                process.send_signal(signal.SIGUSR2)
+            if launch.is_repeated(self._signals):
+                launch.end(process)
+            elif not checked and time.monotonic() > until:
+                checked = True
+                if not record.has_begun() and heartbeats(self._folder) == before:
+                    tell(f"no rank of launch {number} has started in {patience:.0f} s: ending it")
+                    launch.end(process)
+            time.sleep(POLL_EVERY)
+        began, outcome = record.has_begun(), record.outcome()
+        repeats = bool(outcome.status and record.history.launch.end.get("repeats"))
+        if not outcome.status and (found := heartbeats(self._folder)) != before:
+            outcome = found
+        saved = newest_step(self._folder)
+        return EndedLaunch(number, code, outcome, repeats, began, saved, saved_before)
+
+    def _is_ended_by_user(self) -> bool:
+        """Whether a signal other than a scheduler's notice was received."""
+        return any(n not in (signal.SIGUSR1, signal.SIGUSR2) for n, _ in self._signals)
+
+    def _give_back(self, why: str) -> int:
+        """Exit with 75; requeue the job, if there is one, unless the user ended it."""
+        done = "" if self._is_ended_by_user() else requeue()
+        tell(f"{why}; {done or f'the same command with --run {self._config.run} resumes'}")
+        return LEFT
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, or until a signal comes; then wait for the processes of the last launch."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._signals:
+            time.sleep(POLL_EVERY)
+        until, told = time.monotonic() + LOCKED_FOR, False
+        with suppress(RunError):  # not begun, or not readable now: the next launch says more
+            while time.monotonic() < until and not self._signals and is_locked(self._folder):
+                if not told:
+                    tell(f"{self._folder} is still locked: waiting {LOCKED_FOR:.0f} s at most")
+                told = True
+                time.sleep(10 * POLL_EVERY)
+
+
+def tell(text: str) -> None:
+    """Print a line to stderr."""
+    with suppress(OSError):  # nobody reads any more: the run is to go on
+        say(f"hpctrain supervise: {text}", sys.stderr)
+
+
+def heartbeats(run: Path) -> Outcome:
+    """Return how the launch to which the heartbeats belong ended, without asking its record."""
+    return History(run, "none").outcome(over=True)
+
+
+def newest_step(run: Path) -> int:
+    """Return the step of the newest checkpoint in the folder of a run, 0 without one."""
+    return max(checkpoint_steps(run / CHECKPOINTS), default=0)
+
+
+class Allocation:
+    """The nodes of this Slurm job, and how many of them the run uses."""
+
+    def __init__(self, nodes: Sequence[str], tasks: Sequence[int], wanted: int | None) -> None:
+        """`tasks` are the ranks of each node; `wanted` nodes are used, all for None."""
+        self._nodes, self._tasks = list(nodes), dict(zip(nodes, tasks, strict=True))
+        self._wanted = wanted or len(nodes)
+        self._spares = len(nodes) > self._wanted
+        self._dead: list[str] = []
+        self._failed = False
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return the launch command for the nodes that are left."""
+        own: list[str] = []
+        if self._dead or self._spares:
+            tasks = [self._tasks[node] for node in self._nodes[: self._wanted]]
+            own += [f"--nodes={len(tasks)}", f"--ntasks={sum(tasks)}"]
+            own += [f"--ntasks-per-node={tasks[0]}"] if len(set(tasks)) == 1 else []
+        own += ["--overlap"] if self._failed else []
+        own += [f"--exclude={','.join(self._dead)}"] if self._dead else []
+        return [words[0], *own, *words[1:]]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of that command: not with the GPUs of all nodes, if it is fewer.
+
+        Without a request of its own, a step gets all GPUs that the job has on its nodes.
+        """
+        fewer = self._dead or self._spares
+        return {n: v for n, v in os.environ.items() if not (fewer and n == "SLURM_GPUS")}
+
+    def exclude_dead(self) -> str:
+        """Exclude nodes that do not answer; return why the run cannot continue here, or ''.
+
+        If no node answers, not even the node of this process, Slurm is at fault: none is excluded.
+        """
+        self._failed = True
+        with ThreadPoolExecutor(32) as pool:  # nodes asked at the same time
+            alive = dict(zip(self._nodes, pool.map(answers, self._nodes), strict=True))
+        if not any(alive.values()):
+            return ""
+        self._dead += [node for node in self._nodes if not alive[node]]
+        self._nodes = [node for node in self._nodes if alive[node]]
+        if 2 * len(self._nodes) < self._wanted:
+            return (
+                f"{len(self._nodes)} of {self._wanted} nodes are left ({listed(self._dead)} lost)"
+            )
+        return ""
+
+    def describe(self) -> str:
+        """Return "on 3 nodes, without n3"."""
+        without = f", without {listed(self._dead)}" if self._dead else ""
+        return f"on {counted(min(self._wanted, len(self._nodes)), 'node')}{without}"
+
+
+def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
+    """Return the allocation whose nodes the command's srun uses; None without srun or Slurm.
+
+    Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun,
+    and RunError if `wanted` is given and scontrol fails.
+    """
+    nodes: list[str] = []
+    if Path(words[0]).name == "srun" and (names := os.environ.get("SLURM_JOB_NODELIST")):
+        try:
+            nodes = ask("scontrol", "show", "hostnames", names).split()
+        except RunError as error:
+            if wanted is not None:
+                raise
+            tell(f"lost nodes will not be excluded ({error})")
+    if not nodes:
+        if wanted is not None:
+            raise UsageError("--nodes is for srun in a Slurm job: mpirun gets its hosts itself")
+        return None
+    # The options of srun end at the first command, such as numactl, which has a -N of its own.
+    options = takewhile(lambda word: word.startswith("-") or not shutil.which(word), words[1:])
+    for word in options:
+        if word.split("=")[0] in OWN or word[:2] in OWN:
+            raise UsageError(
+                f"srun {word}: leave nodes and tasks to sbatch and to supervise --nodes, which"
+                " change them when a node is lost"
+            )
+    if wanted is not None and wanted > len(nodes):
+        raise UsageError(f"--nodes {wanted}: the job has {len(nodes)}")
+    tasks = tasks_by_node(os.environ.get("SLURM_TASKS_PER_NODE", ""))
+    if (tasks_per_node := os.environ.get("SLURM_NTASKS_PER_NODE", "")).isdigit():
+        tasks = len(nodes) * [int(tasks_per_node)]
+    elif len(tasks) != len(nodes):
+        tasks = len(nodes) * [max(tasks, default=1)]
+    return Allocation(nodes, tasks, wanted)
+
+
+def answers(node: str) -> bool:
+    """Whether a step runs on this node."""
+    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mpi=none"]
+    own = (*REQUESTS, "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
+    try:
+        step = subprocess.run(
+            [*command, f"--nodelist={node}", "true"],
+            env={name: value for name, value in os.environ.items() if name not in own},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ANSWER_WITHIN,
+            start_new_session=True,  # Ctrl-C does not mean that the node is dead
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return step.returncode == 0
+
+
+def restarts() -> int:
+    """Return how often this job was requeued; 0 outside of a job, or if that is not known."""
+    found = find_job(os.environ)
+    return int(os.environ.get(found[0].restarts) or 0) if found else 0
+
+
+def requeue() -> str:
+    """Requeue this job; return what was done, or '' outside of a job and in one of Flux.
+
+    A job that was requeued `MOST_REQUEUES` times, or whose scheduler refuses to requeue it, ends.
+    """
+    scheduler, job = find_job(os.environ) or (None, "")
+    if scheduler is None or not scheduler.requeue:
+        return ""
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # its last task has the ID of the whole array
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    if restarts() >= MOST_REQUEUES:
+        return f"job {job} ends, it was requeued {restarts()} times"
+    try:
+        ask(*scheduler.requeue, job, within=60.0)
+    except RunError as error:
+        return f"job {job} ends, it cannot be requeued: {error}"
+    return f"job {job} is requeued"
