@@ -1,6 +1,6 @@
-"""The program that cluster_check runs on every rank; rank 0 writes the result as JSON.
+"""The program that scripts/cluster_check runs on every rank; rank 0 writes the result as JSON.
 
-    mpirun -n 2 python -m scripts.benchmarks.cluster.rank OUTPUT.json
+    mpirun -n 2 python -m scripts.cluster_rank OUTPUT.json
 
 `paced` and `mortal` build the digits network with the weights of ``--model digits``. Training is
 slowed down in the first launch of a run, but not with --resume.
@@ -20,13 +20,9 @@ from typing import Any
 
 from torch import nn
 
+import hpctrain as hp
 from hpctrain.cluster import launched_rank, launched_size
-from hpctrain.models import build
-from hpctrain.parallel.mpi import (
-    conclude,
-    library,
-    start_mpi,
-)
+from hpctrain.parallel.mpi import conclude, library
 
 PACE = 0.1  # seconds added to a forward pass
 LIFE = 20  # forward passes before the last rank is killed
@@ -34,7 +30,7 @@ LIFE = 20  # forward passes before the last rank is killed
 
 def paced(image_shape: tuple[int, int, int], classes: int, dies: bool = False) -> nn.Module:
     """Build the network for images of (H, W, C), with a pause in each forward pass."""
-    network, forwards = build("digits", image_shape, classes), 0
+    network, forwards = hp.build("digits", image_shape, classes), 0
     dies = dies and launched_rank() == (launched_size() or 1) - 1
 
     def delay(module: nn.Module, _: object) -> None:
@@ -78,7 +74,7 @@ def main(output: str) -> int:
     start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK")
     try:
-        comm = start_mpi()
+        comm = hp.start_mpi()
         found = comm.allgather(facts(age))
         if comm.rank == 0:
             Path(output).write_text(json.dumps(found))

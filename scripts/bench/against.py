@@ -1,11 +1,11 @@
-"""``python -m scripts.benchmarks CASE --against COMMIT``: this package and an earlier one in turn.
+"""``python -m scripts.bench CASE --against COMMIT``: this package and an earlier one in turn.
 
-The files of the commit are extracted from git once, into ~/.cache/hpctrain-benchmarks/COMMIT. Each
+The files of the commit are extracted from git once, into ~/.cache/hpctrain-bench/COMMIT. Each
 package writes its data with its own code, so that the format of packs may differ. digits and
-resnet50 are timed as in cases.py, with the default settings, tree as digits with --deterministic,
-and data as in data.py. CPU seconds are those of a whole job, with the start of its ranks; CPU time
-per step is that of a rank between its first and its last call of MPI. Memory is the peak of a
-process. Messages and bytes per step are those that a rank passes to MPI.
+resnet50 are timed as in training.py, with the default settings, tree as digits with
+--deterministic, and data as in reading.py. CPU seconds are those of a whole job, with the start of
+its ranks; CPU time per step is that of a rank between its first and its last call of MPI. Memory is
+the peak of a process. Messages and bytes per step are those that a rank passes to MPI.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,14 +24,19 @@ import numpy as np
 
 from hpctrain import launch
 from hpctrain.errors import UsageError
-from scripts.benchmarks import data
-from scripts.benchmarks.cases import RESNET_BATCH, RESNET_STEPS, RESNET_WARM
-from scripts.benchmarks.harness import Options, Rates, Show, measure, python, run_job, steps_rate
-from scripts.benchmarks.harness import table as draw
+from scripts.bench import reading
+from scripts.bench.harness import Rates, Show, measure, python, run_job, steps_rate
+from scripts.bench.harness import table as draw
+from scripts.bench.training import (
+    DIGITS_BATCH,
+    DIGITS_EPOCHS,
+    RESNET_BATCH,
+    RESNET_STEPS,
+    RESNET_WARM,
+)
 
-CACHE = Path.home() / ".cache" / "hpctrain-benchmarks"
-EARLIER = {"--validate-every": "--evaluate-every"}  # settings that have been renamed
-DIGITS_BATCH, DIGITS_EPOCHS = 128, 3
+CACHE = Path.home() / ".cache" / "hpctrain-bench"
+EARLIER = {"validate_every": "--evaluate-every"}  # settings that have been renamed
 FIGURES = "images/s", "CPU s", "CPU ms per step", "MiB", "messages per step", "bytes per step"
 USAGE = """\
 import resource, subprocess, sys
@@ -85,16 +91,22 @@ class Package(NamedTuple):
 
     def flags(self, *words: str) -> list[str]:
         """Return settings of ``train`` under the names that this package has for them."""
-        options = (self.tree / "hpctrain" / "config" / "train.py").read_text()
+        options = [path.read_text() for path in (self.tree / "hpctrain/config").glob("*.py")]
         earlier = {
-            new: old
-            for new, old in EARLIER.items()
-            if f"{new[2:].replace('-', '_')}:" not in options
+            f"--{name.replace('_', '-')}": old
+            for name, old in EARLIER.items()
+            if not any(f" {name}: " in text for text in options)
         }
         return [earlier.get(word, word) for word in words]
 
+    @property
+    def readers(self) -> str:
+        """The module of this package that measures readers."""
+        has_bench = (self.tree / "scripts" / "bench").exists()
+        return "scripts.bench.reading" if has_bench else "scripts.benchmarks.data"
 
-def compare_packages(options: Options, commit: str, folder: Path, show: Show) -> None:
+
+def compare_packages(options: Namespace, folder: Path, show: Show, commit: str) -> None:
     """Measure the case with both packages; show the ratios of the new one to that of `commit`."""
     measured = dict.fromkeys(("digits", "resnet50", "tree"), time_training)
     measured["data"] = time_reading
@@ -124,13 +136,13 @@ def extract(commit: str) -> Path:
     return tree
 
 
-def time_training(options: Options, packages: list[Package], show: Show) -> None:
+def time_training(options: Namespace, packages: list[Package], show: Show) -> None:
     """Show images/s, CPU seconds, peak memory, messages and bytes of training."""
     by_name = {package.name: package for package in packages}
     figures: dict[str, Rates] = {unit: {name: [] for name in by_name} for unit in FIGURES}
     if options.case == "resnet50" and options.data is None:
         for package in packages:
-            data.write_images(package.folder / "files", RESNET_STEPS * RESNET_BATCH)
+            reading.write_images(package.folder / "files", RESNET_STEPS * RESNET_BATCH)
             words = ["pack", "files", "--size", "100x100", "--split", "1", "--output", "images.h5"]
             package.run(*python("hpctrain", *words))
     resnet = options.case == "resnet50"
@@ -162,18 +174,19 @@ def time_training(options: Options, packages: list[Package], show: Show) -> None
         show(draw(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared, unit))
 
 
-def time_reading(options: Options, packages: list[Package], show: Show) -> None:
+def time_reading(options: Namespace, packages: list[Package], show: Show) -> None:
     """Show images/s of the readers of both packages."""
     source = os.path.abspath(options.data) if options.data else None
-    make = f"from scripts.benchmarks import data; data.make_files(data.Path(), {source!r})"
+    make = f"make_files(pathlib.Path(), {source!r})"
     for package in packages:
-        package.run(sys.executable, "-c", make)
-    readers = [name for name in data.READERS if name.startswith(("pack", "external"))]
+        imports = f"import pathlib; from {package.readers} import make_files"
+        package.run(sys.executable, "-c", f"{imports}; {make}")
+    readers = [name for name in reading.READERS if name.startswith(("pack", "external"))]
     jobs = {f"{name}: {package.name}": (package, name) for name in readers for package in packages}
 
     def rate(job: str) -> float:
         package, name = jobs[job]
-        package.run(*python("scripts.benchmarks.data", name, "raw.h5", "rate"))
+        package.run(*python(package.readers, name, "raw.h5", "rate"))
         return float((package.folder / "rate").read_text())
 
     rates = measure(jobs, options.rounds, rate, show)

@@ -13,12 +13,11 @@ warm-up: rank r writes its rows and seconds to FOLDER/rank{r}.json.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ import h5py
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -38,9 +35,9 @@ from hpctrain.data.pack import Pack, read_pack
 from hpctrain.data.split import Split
 from hpctrain.models import build
 from hpctrain.parallel.device import keep_memory, place
+from scripts.bench.steps import plain_step
 
-Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]  # images (n, C, H, W), labels (n,)
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # images (n, C, H, W), labels (n,)
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class TrainingJob:
     @property
     def words(self) -> list[str]:
         """The command of one rank, after ``python -m``."""
-        return ["scripts.benchmarks.peers", json.dumps(dataclasses.asdict(self))]
+        return ["scripts.bench.peers", json.dumps(dataclasses.asdict(self))]
 
 
 def train(job: TrainingJob) -> None:
@@ -75,7 +72,7 @@ def train(job: TrainingJob) -> None:
     pack, loads = read_pack(job.data), job.mode == "loader"
     model = build(job.model, pack.image_shape, len(pack.classes))
     place(model.train(), torch.device("cpu"), job.channels_last)
-    epoch = (load_epochs if loads else keep_epoch)(job, pack, rank, size)
+    batches = (load_batches if loads else keep_batches)(job, pack, rank, size)
     if job.mode == "limit":
         keep_memory()
         dist.barrier()
@@ -83,55 +80,20 @@ def train(job: TrainingJob) -> None:
         model = DistributedDataParallel(model)
     # Fused for the best possible speed; "loader" uses the default, as is usual.
     step = plain_step(model, job.precision, fused=None if loads else True)
-    rows, seconds = time_steps(step, epoch, job.epochs, job.warm, loads)
-    Path(job.folder, f"rank{rank}.json").write_text(json.dumps({"rows": rows, "seconds": seconds}))
+    rows, began = 0, time.perf_counter()
+    for done, (images, labels) in enumerate(batches, start=1):
+        loss = step(images, labels)
+        if loads:
+            loss.item()
+        rows += len(labels)
+        if done == job.warm:
+            began, rows = time.perf_counter(), 0
+    found = {"rows": rows, "seconds": time.perf_counter() - began}
+    Path(job.folder, f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def plain_step(
-    model: nn.Module,
-    precision: str,
-    fused: bool | None = True,
-    foreach: bool | None = None,
-    weight_decay: float = 0.0,
-) -> Step:
-    """Return a step of SGD with momentum on `model`, which may be wrapped in DDP.
-
-    `precision` is "fp32", "tf32" or "bf16". TF32 must be enabled in the process by the caller.
-    """
-    optimizer = torch.optim.SGD(
-        model.parameters(), 0.01, 0.9, weight_decay=weight_decay, fused=fused, foreach=foreach
-    )
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        with torch.autocast(images.device.type, torch.bfloat16, precision == "bf16"):
-            scores = model(images)
-        loss = F.cross_entropy(scores.float(), labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def time_steps(
-    step: Step, epoch: Callable[[int], Batches], epochs: int, warm: int, reads_loss: bool
-) -> tuple[int, float]:
-    """Train, and return this rank's rows and seconds after the end of step `warm`."""
-    rows, began = 0, time.perf_counter()
-    batches = itertools.chain.from_iterable(map(epoch, range(epochs)))
-    for done, (images, labels) in enumerate(batches, start=1):
-        loss = step(images, labels)
-        if reads_loss:
-            loss.item()
-        rows += len(labels)
-        if done == warm:
-            began, rows = time.perf_counter(), 0
-    return rows, time.perf_counter() - began
-
-
-def keep_epoch(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[int], Batches]:
+def keep_batches(job: TrainingJob, pack: Pack, rank: int, size: int) -> Batches:
     """Read this rank's part of the rows as batches into memory; all epochs use the same ones."""
     count, batch = pack.splits["train"].samples // size, job.batch_size // size
     batches = []
@@ -141,7 +103,7 @@ def keep_epoch(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[
             images = source.gather(rows, np.empty((len(rows), *pack.image_shape), np.uint8))
             ready = to_input(torch.from_numpy(images), channels_last=job.channels_last)
             batches.append((ready, torch.from_numpy(source.read_labels(rows))))
-    return lambda epoch: batches
+    return iter(batches * job.epochs)
 
 
 class H5Images(Dataset):
@@ -163,17 +125,14 @@ class H5Images(Dataset):
         return image.permute(2, 0, 1).float() / 255, int(self.labels[index])
 
 
-def load_epochs(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[int], Batches]:
-    """Return a function for the epochs of a DataLoader, shuffled by a DistributedSampler."""
+def load_batches(job: TrainingJob, pack: Pack, rank: int, size: int) -> Batches:
+    """Yield the batches of a DataLoader, shuffled by a DistributedSampler in each epoch."""
     dataset, batch = H5Images(pack.path), job.batch_size // size
     sampler: DistributedSampler = DistributedSampler(dataset, size, rank, shuffle=True)
     loader = DataLoader(dataset, batch_size=batch, sampler=sampler, num_workers=job.workers)
-
-    def epoch(number: int) -> Batches:
-        sampler.set_epoch(number)
-        return loader
-
-    return epoch
+    for epoch in range(job.epochs):
+        sampler.set_epoch(epoch)
+        yield from loader
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cases of ``python -m scripts.benchmarks`` that train on CPUs, and their goals.
+"""The cases of ``python -m scripts.bench`` that train on CPUs.
 
 digits, resnet50   hpctrain against the same network without loading and communication (the limit)
                    and under PyTorch's DistributedDataParallel (peers.py); for digits also the time
@@ -17,34 +17,22 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
+import hpctrain as hp
 from hpctrain.data.pack import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.packing.builtin import locate
-from hpctrain.packing.write import write_pack
 from hpctrain.report.record import read_records
-from scripts.benchmarks import data
-from scripts.benchmarks.harness import (
-    Options,
-    Rates,
-    Show,
-    goal_line,
-    measure,
-    python,
-    ratio,
-    run_job,
-    steps_rate,
-    table,
-    timestamp,
-)
-from scripts.benchmarks.peers import TrainingJob
+from scripts.bench.harness import Show, measure, python, run_job, steps_rate, table, timestamp
+from scripts.bench.peers import TrainingJob
 
 FORMATS = {  # precision, channels_last
     "fp32 NCHW": ("fp32", False),
@@ -55,56 +43,15 @@ HPCTRAIN, LIMIT, DDP = "hpctrain", "limit: no loading, no communication", "DDP, 
 LOADER, LOADER_2 = "DDP with DataLoader", "DDP with DataLoader, 2 workers"
 PLAIN = "fp32 NCHW"  # the usual format of a DataLoader
 MODES = {LIMIT: "limit", DDP: "ddp", LOADER: "loader", LOADER_2: "loader"}  # of peers.py
+DIGITS_BATCH, DIGITS_EPOCHS = 128, 3
 RESNET_STEPS, RESNET_WARM, RESNET_BATCH = 15, 3, 32
 IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of generated images
-
-WRITTEN = f"{LOADER}, {PLAIN}"
-GOALS = {  # case -> (contestant, minimum ratio, to this contestant)
-    "digits": [
-        ("hpctrain, fp32 NHWC", 1.5, WRITTEN),
-        *((f"{HPCTRAIN}, {form}", 0.95, f"{LIMIT}, {form}") for form in FORMATS),
-    ],
-    "resnet50": [
-        ("hpctrain, fp32 NHWC", 1.15, WRITTEN),
-        ("hpctrain, bf16 NHWC", 1.9, WRITTEN),
-        *((f"{HPCTRAIN}, {form}", 1.0, f"{DDP}, {form}") for form in FORMATS),
-        *((f"{HPCTRAIN}, {form}", 0.88, f"{LIMIT}, {form}") for form in FORMATS),
-    ],
-}
-START_RANKS, START_GOAL = 4, 6.0  # seconds to the first step, on two cores
-
-TREE_RANKS, TREE_EPOCHS, TREE_BATCH = (1, 2, 4), 3, 128
-STEP_GOAL = 1.05  # maximum ratio to the plain Allreduce, on 2 ranks
-
-NETWORKS, SLOTS, SWEEP_EPOCHS, SWEEP_GOAL = 6, 2, 3, 0.6
-SWEEP = """\
-[base]
-data = {data}
-epochs = {epochs}
-threads = 1
-device = "cpu"
-[grid]
-seed = {seeds}
-"""
+START_RANKS, TREE_RANKS = 4, (1, 2, 4)
+NETWORKS, SLOTS, SWEEP_EPOCHS = 6, 2, 3
 
 
-def training(options: Options, folder: Path, show: Show) -> list[str]:
-    """Compare the contestants and, for digits, time the first step; return a line for each goal."""
-    rates = compare_training(options, folder, show)
-    goals = [
-        goal_line(ratio(rates, who, other), factor, f"{who} / {other}")
-        for who, factor, other in GOALS[options.case]
-    ]
-    if options.case == "digits":
-        pack = str(locate(options.data or "digits", options.cache_dir))
-        starts = [first_step(pack, folder / f"start{number}") for number in range(options.rounds)]
-        what = f"seconds from mpirun -n {START_RANKS} to the first step, on 2 cores"
-        goals.append(goal_line(median(starts), START_GOAL, what, at_most=True))
-    return goals
-
-
-def compare_training(options: Options, folder: Path, show: Show) -> Rates:
-    """Measure images/s of hpctrain, of the limit and of DDP, in each format."""
+def compare_training(options: Namespace, folder: Path, show: Show) -> None:
+    """Measure images/s of hpctrain, of the limit and of DDP in each format, and the first step."""
     work = make_job(options, folder)
     commands = make_commands(replace(work, folder=str(folder / "job")), options.ranks)
 
@@ -123,45 +70,39 @@ def compare_training(options: Options, folder: Path, show: Show) -> Rates:
         peers["/ limit"] = f"{LIMIT}, {form}"
         compared[name] = {head: other for head, other in peers.items() if other != name}
     show(table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared))
-    return rates
+    if options.case == "digits":
+        starts = []
+        for number in range(options.rounds):
+            began = time.time()
+            flags = ["--data", work.data, "--model", "digits", "--epochs", "1"]
+            steps = train(folder / f"start{number}", START_RANKS, *flags)
+            starts.append(timestamp(steps[0]) - began)
+        show(f"{median(starts):.1f} s from mpirun -n {START_RANKS} to the first step")
 
 
-def make_job(options: Options, folder: Path) -> TrainingJob:
+def make_job(options: Namespace, folder: Path) -> TrainingJob:
     """Return the job to train: digits, or resnet50 on the first images of --data or generated ones.
 
-    Writes the pack for resnet50 into `folder`.
+    Writes the pack for resnet50 into `folder`. Raises UsageError if --data has too few images.
     """
     if options.case == "digits":
         path = locate(options.data or "digits", options.cache_dir)
-        rows = read_pack(path).splits["train"].samples
-        return TrainingJob("digits", str(path), 128, epochs=3, warm=-(-rows // 128))
+        warm = -(-read_pack(path).splits["train"].samples // DIGITS_BATCH)
+        return TrainingJob("digits", str(path), DIGITS_BATCH, DIGITS_EPOCHS, warm)
     path, rows = folder / "resnet50.h5", RESNET_STEPS * RESNET_BATCH
-    write_pixels(options.data and str(locate(options.data, options.cache_dir)), path, rows)
-    return TrainingJob("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
-
-
-def write_pixels(data: str | None, path: Path, rows: int) -> None:
-    """Write a pack of pixels at `path`: the first `rows` training images of the pack `data`.
-
-    Without `data`, the images are generated. Raises UsageError if `data` has too few images.
-    """
-    if data is None:
+    if options.data is None:
         random = np.random.default_rng(0)
         images = random.integers(256, size=(rows, *IMAGE_SHAPE), dtype=np.uint8)
-        labels = np.arange(rows) % CLASSES
-        classes = tuple(f"class {number}" for number in range(CLASSES))
+        labels, classes = np.arange(rows) % CLASSES, tuple("abcde")
     else:
-        pack = read_pack(data)
-        found = pack.splits["train"].samples
-        if found < rows:
-            raise UsageError(
-                f"{data} has {found:,} training images, {rows:,} are needed: give a larger pack,"
-                " or omit --data for random images"
-            )
+        pack = read_pack(locate(options.data, options.cache_dir))
+        if (found := pack.splits["train"].samples) < rows:
+            raise UsageError(f"{options.data} has {found:,} training images, {rows:,} are needed")
         with Split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
             labels, classes = source.read_labels(np.arange(rows)), pack.classes
-    write_pack(path, {"train": (images, labels)}, classes, {"source": "scripts.benchmarks"})
+    hp.write_pack(path, {"train": (images, labels)}, classes, {"source": "scripts.bench"})
+    return TrainingJob("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
 
 
 def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
@@ -185,17 +126,9 @@ def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
 def training_rate(folder: Path, ranks: int, warm: int) -> float:
     """Return images/s of a completed job, from hpctrain's record or from the files of a peer."""
     if (folder / "run").exists():
-        steps = [record for record in read_records(folder / "run") if record["kind"] == "step"]
-        return steps_rate(steps, warm)
+        return steps_rate(steps_of(folder / "run"), warm)
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return float(sum(rank["rows"] for rank in found) / max(rank["seconds"] for rank in found))
-
-
-def first_step(pack: str, folder: Path) -> float:
-    """Return the seconds from the start of mpirun to the end of the first step."""
-    began = time.time()
-    steps = train(folder, START_RANKS, "--data", pack, "--model", "digits", "--epochs", "1")
-    return timestamp(steps[0]) - began
 
 
 def train_words(folder: str, *flags: str) -> list[str]:
@@ -204,18 +137,23 @@ def train_words(folder: str, *flags: str) -> list[str]:
     return [*words, "--validate-every", "0", "--device", "cpu", "--threads", "1", *flags]
 
 
-def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
+def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
     """Train without validation, one CPU thread per rank; return the records of the steps."""
     command = python("hpctrain", *train_words(str(folder), *flags), ranks=ranks)
     run_job(command, f"training on {ranks} ranks")
-    return [record for record in read_records(folder / "run") if record["kind"] == "step"]
+    return steps_of(folder / "run")
 
 
-def tree(options: Options, folder: Path, show: Show) -> list[str]:
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """Return the records of the steps of a run."""
+    return [record for record in read_records(run) if record["kind"] == "step"]
+
+
+def measure_tree(options: Namespace, folder: Path, show: Show) -> None:
     """Measure the milliseconds of a step, in tree order and by a plain Allreduce."""
     pack = str(locate(options.data or "digits", options.cache_dir))
-    flags = ["--data", pack, "--model", "digits", "--batch-size", str(TREE_BATCH)]
-    flags += ["--epochs", str(TREE_EPOCHS)]
+    flags = ["--data", pack, "--model", "digits", "--batch-size", str(DIGITS_BATCH)]
+    flags += ["--epochs", str(DIGITS_EPOCHS)]
     ways = {
         f"{ranks} ranks, {way}": (ranks, ["--shards", str(ranks), *more])
         for ranks in TREE_RANKS
@@ -225,47 +163,31 @@ def tree(options: Options, folder: Path, show: Show) -> list[str]:
     def step(name: str) -> float:
         ranks, more = ways[name]
         steps = train(folder / f"{name} {time.time()}", ranks, *flags, *more)
-        return 1000 * TREE_BATCH / steps_rate(steps, len(steps) // TREE_EPOCHS)
+        return 1000 * DIGITS_BATCH / steps_rate(steps, len(steps) // DIGITS_EPOCHS)
 
-    steps = measure(ways, options.rounds, step, show)
-    show(table(f"digits, global batch size {TREE_BATCH}, a step", steps, by_plain(steps), "ms"))
-    what = "a step in tree order on 2 ranks, of a plain one"
-    found = ratio(steps, "2 ranks, tree order", "2 ranks, Allreduce")
-    return [goal_line(found, STEP_GOAL, what, at_most=True)]
-
-
-def by_plain(rates: Rates) -> dict[str, dict[str, str]]:
-    """Return the comparisons of each way with the plain Allreduce."""
-    plain = {name: f"{name.rpartition(', ')[0]}, Allreduce" for name in rates}
-    return {name: {"/ Allreduce": other} for name, other in plain.items() if name != other}
+    found = measure(ways, options.rounds, step, show)
+    compared = {
+        f"{ranks} ranks, tree order": {"/ Allreduce": f"{ranks} ranks, Allreduce"}
+        for ranks in TREE_RANKS
+    }
+    show(table(f"digits, global batch size {DIGITS_BATCH}, a step", found, compared, "ms"))
 
 
-def sweep(options: Options, folder: Path, show: Show) -> list[str]:
+def measure_sweep(options: Namespace, folder: Path, show: Show) -> None:
     """Measure the seconds of a whole sweep of the digits network, in two slots and in one."""
     pack = str(locate(options.data or "digits", options.cache_dir))
-    file, seeds = folder / "sweep.toml", list(range(NETWORKS))
-    file.write_text(SWEEP.format(data=json.dumps(pack), epochs=SWEEP_EPOCHS, seeds=seeds))
-    ways = {f"{slots} slot(s)": slots for slots in (SLOTS, 1)}
+    file = folder / "sweep.toml"
+    base = f"data = {json.dumps(pack)}\nepochs = {SWEEP_EPOCHS}\nthreads = 1\ndevice = 'cpu'"
+    file.write_text(f"[base]\n{base}\n[grid]\nseed = {list(range(NETWORKS))}\n")
+    together, alone = ways = [f"{slots} slot(s)" for slots in (SLOTS, 1)]
 
     def seconds(name: str) -> float:
-        words = ["sweep", str(file), "--slots", str(ways[name]), "--run", f"{time.time()}"]
+        words = ["sweep", str(file), "--slots", name.split()[0], "--run", f"{time.time()}"]
         began = time.perf_counter()
         words += ["--progress", "none", "--runs-dir", str(folder)]
         run_job(python("hpctrain", *words), f"the sweep in {name}")
         return time.perf_counter() - began
 
     rates = measure(ways, options.rounds, seconds, show)
-    together, alone = ways
     title = f"{NETWORKS} networks of {SWEEP_EPOCHS} epochs"
     show(table(title, rates, {together: {f"/ {alone}": alone}}, "s"))
-    what = f"of the time one after another, in {SLOTS} slots"
-    return [goal_line(ratio(rates, together, alone), SWEEP_GOAL, what, at_most=True)]
-
-
-CASES: dict[str, Callable[[Options, Path, Show], list[str]]] = {
-    "digits": training,
-    "resnet50": training,
-    "tree": tree,
-    "sweep": sweep,
-    "data": data.measure_data,
-}

@@ -1,4 +1,4 @@
-"""``python -m scripts.benchmarks CASE``: run a case, print a table and whether goals are met.
+"""``python -m scripts.bench CASE``: run a case and print a table.
 
 With --against COMMIT, this package and that of an earlier commit run in turn (against.py).
 """
@@ -8,13 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from hpctrain.errors import Failure
 from hpctrain.report.console import Console
-from scripts.benchmarks.against import compare_packages
-from scripts.benchmarks.cases import CASES
-from scripts.benchmarks.harness import Options, machine_lines
+from scripts.bench.against import compare_packages
+from scripts.bench.harness import machine_lines
+from scripts.bench.reading import measure_data
+from scripts.bench.training import compare_training, measure_sweep, measure_tree
+
+CASES = {
+    "digits": compare_training,
+    "resnet50": compare_training,
+    "tree": measure_tree,
+    "sweep": measure_sweep,
+    "data": measure_data,
+}
 
 
 def main() -> int:
@@ -26,21 +36,18 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of digits and resnet50 (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
     parser.add_argument("--against", metavar="COMMIT", help="compare with an earlier package")
-    given = vars(parser.parse_args())
-    commit = given.pop("against")
-    options = Options(**given)
+    options = parser.parse_args()
+    run = CASES[options.case]
+    if options.against:
+        run = partial(compare_packages, commit=options.against)
     console = Console(width=None if sys.stdout.isatty() else 120)
     for line in machine_lines():
         console.print(line)
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
         try:
-            if commit:
-                compare_packages(options, commit, Path(folder), console.print)
-                return 0
-            for line in CASES[options.case](options, Path(folder), console.print):
-                console.print(line)
+            run(options, Path(folder), console.print)
         except Failure as error:
-            print(f"benchmarks: {error}", file=sys.stderr)
+            print(f"bench: {error}", file=sys.stderr)
             return error.exit_code
     return 0
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,17 +29,6 @@ FEWEST_ROUNDS = 3  # for results to be quoted
 
 Rates = dict[str, list[float]]  # contestant -> its rate in each round
 Show = Callable[[object], object]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of ``python -m scripts.benchmarks``."""
-
-    case: str
-    data: str | None = None
-    cache_dir: str = "data"
-    ranks: int = 2
-    rounds: int = 3
 
 
 def run_job(
@@ -143,13 +131,6 @@ def number_text(number: float) -> str:
     """Format a number: an integer from 100 on, with one decimal from 10 on, else with two."""
     decimals = 0 if number >= 100 else 1 if number >= 10 else 2
     return f"{number:,.{decimals}f}"
-
-
-def goal_line(found: float, bound: float, what: str, at_most: bool = False) -> str:
-    """Return a line that reports whether a goal is met."""
-    met = found <= bound if at_most else found >= bound
-    sign = "<=" if at_most else ">="
-    return f"{'met   ' if met else 'MISSED'} {found:,.3f}  {what} {sign} {bound:,}"
 
 
 def machine_lines() -> list[str]:

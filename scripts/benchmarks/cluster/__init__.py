@@ -1,1 +1,0 @@
-"""``scripts/cluster_check``: what a new site can do, in one report."""
