@@ -74,7 +74,7 @@ def test_the_digest_of_another_seed_is_another(work):
     assert train(folder, *flags, "--seed", 1)[-1]["digest"] != digest
 
 
-def tested(folder, record_property, *flags):
+def accuracy_of(folder, record_property, *flags):
     """Train; return the accuracy on the test images."""
     began = time.perf_counter()
     records = train(folder, *flags)
@@ -87,7 +87,7 @@ def tested(folder, record_property, *flags):
 def test_the_digits_are_learnt(tmp_path, record_property):
     flags = ["--epochs", "1"] if EMULATED else []
     words = ["--model", "digits", "--cache-dir", tmp_path, *flags]
-    found = tested(tmp_path, record_property, *words)
+    found = accuracy_of(tmp_path, record_property, *words)
     assert found >= (0.5 if EMULATED else DIGITS_TARGET)
 
 
@@ -97,7 +97,7 @@ def test_the_flowers_are_learnt_better_than_by_the_reference(tmp_path, record_pr
     # A pack of pixels has no files to cut other parts out of.
     pixels = [] if hp.read_pack(pack).fit else ["--random-crop", "0", "--shift", "10"]
     words = ["--config", ROOT / "scripts/recipes/flowers.toml", "--data", pack, *pixels]
-    assert tested(tmp_path, record_property, *words) > FLOWERS_REFERENCE
+    assert accuracy_of(tmp_path, record_property, *words) > FLOWERS_REFERENCE
 
 
 def rate(folder, side, *flags, ranks=1):
