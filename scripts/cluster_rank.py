@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -25,6 +24,7 @@ from hpctrain.cluster import launched_rank, launched_size
 from hpctrain.parallel.mpi import conclude, library
 
 PACE = 0.1  # seconds added to a forward pass
+ADAPTERS = ("infiniband/*", "cxi/*")  # InfiniBand, Slingshot
 LIFE = 20  # forward passes before the last rank is killed
 
 
@@ -51,31 +51,21 @@ def mortal(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
     return paced(image_shape, classes, dies=True)
 
 
-def facts(started: float) -> dict[str, Any]:
-    """Describe this rank: its node, the MPI library, the network adapters."""
-    sys_class = Path("/sys/class")
-    ports = {
-        f"{path.parts[-4]} {path.with_name('link_layer').read_text()} {path.read_text()}"
-        for path in sys_class.glob("infiniband/*/ports/*/rate")
-    }
-    others = {path.parent.name for path in sys_class.glob("net/*/device")}  # no bridge, no loopback
-    others |= {f"{path.name} (Slingshot)" for path in sys_class.glob("cxi/*")}
-    return {
-        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        "started": started,
-        "MPI": library(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "network": " ".join(", ".join(sorted(ports | others)).split()),
-    }
-
-
 def main(output: str) -> int:
-    """Collect the facts of all ranks; return the exit code. Collective."""
+    """Collect facts of all ranks: node, system, MPI library, seconds of the start. Collective."""
     start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK")
+    adapters = sorted(path.name for name in ADAPTERS for path in Path("/sys/class").glob(name))
+    facts = {
+        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "started": age,
+        "MPI": library(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "network": ", ".join(adapters),
+    }
     try:
         comm = hp.start_mpi()
-        found = comm.allgather(facts(age))
+        found = comm.allgather(facts)
         if comm.rank == 0:
             Path(output).write_text(json.dumps(found))
     except BaseException as error:

@@ -95,13 +95,9 @@ def rows(options: argparse.Namespace) -> list[list[str]]:
     found = []
     for ranks in options.ranks:
         cells = [f"{ranks:,}", f"{slowest(options.step_time, spread, ranks):.4g}"]
-        for way, segments in (
-            (ring, 1),
-            (ring, options.overlap),
-            (tree, 1),
-            (tree, options.overlap),
-            (bfloat16, 1),
-        ):
+        overlap = options.overlap
+        ways = (ring, 1), (ring, overlap), (tree, 1), (tree, overlap), (bfloat16, 1)
+        for way, segments in ways:
             traffic = way(options.parameters, ranks)
             share = efficiency(options.step_time, spread, link, traffic, ranks, segments)
             sent = f" ({traffic.messages:,}, {traffic.bytes / 1e6:.0f} MB)" if segments == 1 else ""

@@ -16,13 +16,12 @@ from hpctrain.report.console import Console
 from scripts.bench.against import compare_packages
 from scripts.bench.harness import machine_lines
 from scripts.bench.reading import measure_data
-from scripts.bench.training import compare_training, measure_sweep, measure_tree
+from scripts.bench.training import compare_training, measure_tree
 
 CASES = {
     "digits": compare_training,
     "resnet50": compare_training,
     "tree": measure_tree,
-    "sweep": measure_sweep,
     "data": measure_data,
 }
 

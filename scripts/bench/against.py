@@ -24,19 +24,11 @@ import numpy as np
 
 from hpctrain import launch
 from hpctrain.errors import UsageError
-from scripts.bench import reading
+from scripts.bench import reading, training
 from scripts.bench.harness import Rates, Show, measure, python, run_job, steps_rate
 from scripts.bench.harness import table as draw
-from scripts.bench.training import (
-    DIGITS_BATCH,
-    DIGITS_EPOCHS,
-    RESNET_BATCH,
-    RESNET_STEPS,
-    RESNET_WARM,
-)
 
 CACHE = Path.home() / ".cache" / "hpctrain-bench"
-EARLIER = {"validate_every": "--evaluate-every"}  # settings that have been renamed
 FIGURES = "images/s", "CPU s", "CPU ms per step", "MiB", "messages per step", "bytes per step"
 USAGE = """\
 import resource, subprocess, sys
@@ -89,15 +81,11 @@ class Package(NamedTuple):
         sent = [line.split()[1:] for line in printed.splitlines() if line.startswith("SENT ")]
         return float(seconds), float(memory), np.array(sent, float).reshape(-1, 3)
 
-    def flags(self, *words: str) -> list[str]:
-        """Return settings of ``train`` under the names that this package has for them."""
-        options = [path.read_text() for path in (self.tree / "hpctrain/config").glob("*.py")]
-        earlier = {
-            f"--{name.replace('_', '-')}": old
-            for name, old in EARLIER.items()
-            if not any(f" {name}: " in text for text in options)
-        }
-        return [earlier.get(word, word) for word in words]
+    @property
+    def validate_every(self) -> str:
+        """The flag of ``train`` of this name in this package."""
+        options = "".join(p.read_text() for p in (self.tree / "hpctrain/config").glob("*.py"))
+        return "--validate-every" if " validate_every: " in options else "--evaluate-every"
 
     @property
     def readers(self) -> str:
@@ -142,26 +130,30 @@ def time_training(options: Namespace, packages: list[Package], show: Show) -> No
     figures: dict[str, Rates] = {unit: {name: [] for name in by_name} for unit in FIGURES}
     if options.case == "resnet50" and options.data is None:
         for package in packages:
-            reading.write_images(package.folder / "files", RESNET_STEPS * RESNET_BATCH)
+            reading.write_images(
+                package.folder / "files", training.RESNET_STEPS * training.RESNET_BATCH
+            )
             words = ["pack", "files", "--size", "100x100", "--split", "1", "--output", "images.h5"]
             package.run(*python("hpctrain", *words))
     resnet = options.case == "resnet50"
-    batch, epochs = (RESNET_BATCH, 1) if resnet else (DIGITS_BATCH, DIGITS_EPOCHS)
+    batch, epochs = (
+        (training.RESNET_BATCH, 1) if resnet else (training.DIGITS_BATCH, training.DIGITS_EPOCHS)
+    )
     source = options.data or ("images.h5" if resnet else "digits")
     words = ["--data", source, "--model", "resnet50" if resnet else "digits"]
-    words += ["--batch-size", str(batch), "--epochs", str(epochs), "--validate-every", "0"]
+    words += ["--batch-size", str(batch), "--epochs", str(epochs)]
     words += ["--no-test", "--device", "cpu", "--progress", "none", "--run", "run"]
     words += ["--deterministic"] if options.case == "tree" else ["--threads", "1"]
 
     def rate(name: str) -> float:
         package = by_name[name]
         shutil.rmtree(package.folder / "runs", ignore_errors=True)
-        train = [sys.executable, "-c", COUNT, "train", *package.flags(*words)]
+        train = [sys.executable, "-c", COUNT, "train", *words, package.validate_every, "0"]
         command = [launch.mpirun(), "-n", str(options.ranks), *train]
         seconds, peak, sent = package.run(*command)
         text = (package.folder / "runs" / "run" / "progress.jsonl").read_text()
         steps = [r for r in map(json.loads, text.splitlines()) if r["kind"] == "step"]
-        speed = steps_rate(steps, RESNET_WARM if resnet else len(steps) // epochs)
+        speed = steps_rate(steps, training.RESNET_WARM if resnet else len(steps) // epochs)
         messages, size, busy = sent.mean(axis=0) / len(steps)
         found = speed, seconds, 1000 * busy, peak, messages, size
         for unit, figure in zip(FIGURES, found, strict=True):

@@ -21,7 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain import __version__, launch
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError
 from hpctrain.parallel.device import processor_name
 
 JOB_LIMIT = 1800.0  # seconds
@@ -39,31 +39,23 @@ def run_job(
 ) -> str:
     """Run a job to completion, by default with one thread per rank; return its output.
 
-    Raises RunError with its last error line if it fails, or if it takes longer than `JOB_LIMIT`;
-    UsageError if its exit code is 2, wrong usage.
+    Raises RunError with its last error line if it fails.
     """
     print(f"running {name} ...", file=sys.stderr)
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=env or launch.environment({"OMP_NUM_THREADS": "1"}),
-            cwd=folder,
-            timeout=JOB_LIMIT,
-        )
-    except subprocess.TimeoutExpired:
-        raise RunError(f"{name}: not done after {JOB_LIMIT:.0f} s: {' '.join(command)}") from None
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env or launch.environment({"OMP_NUM_THREADS": "1"}),
+        cwd=folder,
+        timeout=JOB_LIMIT,
+    )
     if done.returncode:
         words = launch.last_error_line(done.stdout)
-        if done.returncode == UsageError.exit_code:
-            raise UsageError(words.removeprefix("hpctrain: "))
-        error = RunError(f"{name} failed ({done.returncode}): {words}")
-        error.add_note(done.stdout)  # for logs; users see the one line
-        raise error
+        raise RunError(f"{name} failed ({done.returncode}): {words}")
     return done.stdout
 
 

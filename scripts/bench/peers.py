@@ -52,7 +52,6 @@ class TrainingJob:
     mode: str = "limit"
     precision: str = "fp32"  # or bf16
     channels_last: bool = False
-    workers: int = 0  # of the DataLoader
     folder: str = ""  # for rank0.json ...
 
     @property
@@ -129,7 +128,7 @@ def load_batches(job: TrainingJob, pack: Pack, rank: int, size: int) -> Batches:
     """Yield the batches of a DataLoader, shuffled by a DistributedSampler in each epoch."""
     dataset, batch = H5Images(pack.path), job.batch_size // size
     sampler: DistributedSampler = DistributedSampler(dataset, size, rank, shuffle=True)
-    loader = DataLoader(dataset, batch_size=batch, sampler=sampler, num_workers=job.workers)
+    loader = DataLoader(dataset, batch_size=batch, sampler=sampler)
     for epoch in range(job.epochs):
         sampler.set_epoch(epoch)
         yield from loader

@@ -1,7 +1,7 @@
 """``python -m scripts.bench data``: images/s of reading images of 100x100x3.
 
-Each contestant reads on one core: packs, the same images in memory, by h5py and by torch's
-DataLoader, as JPEG files and as HDF5 files that are not packs. --data may name any source of
+Each contestant reads on one core: packs, the same images by torch's DataLoader over h5py, packs of
+JPEG files and HDF5 files that are not packs. --data may name any source of
 ``hpctrain pack``.
 
     python -m scripts.bench.reading NAME FOLDER/raw.h5 OUTPUT     one contestant
@@ -48,8 +48,6 @@ CHUNK_ROWS = 32
 BATCH = 128
 BLOCK_ROWS, WINDOW_BLOCKS = 140, 4  # a block is 4 MiB of images of 100x100x3
 SECONDS = 2.0  # minimum time of a reader's measurement
-COPY, H5PY = "copy of consecutive rows in memory, bytes", "h5py, fancy indexing, bytes"
-GATHER = "pack, random rows gathered, bytes"
 LOADER, LOADER_2 = "DataLoader over h5py, 0 workers", "DataLoader over h5py, 2 workers"
 
 Reader = Callable[[Path], Iterator[int]]  # pack -> image count of each epoch, endless
@@ -65,9 +63,7 @@ def measure_data(options: Namespace, folder: Path, show: Show) -> None:
         return float((folder / "rate").read_text())
 
     rates = measure(READERS, options.rounds, run, show)
-    # Readers of bytes are compared with readers of bytes, readers of training batches with LOADER.
-    compared = {name: {"/ DataLoader": LOADER} for name in READERS if name not in (COPY, LOADER)}
-    compared |= {name: {"/ copy": COPY, "/ h5py": H5PY} for name in (GATHER, H5PY)}
+    compared = {name: {"/ DataLoader": LOADER} for name in READERS if name != LOADER}
     show(table("Images of 100x100x3 on one core", rates, compared))
 
 
@@ -108,38 +104,14 @@ def write_images(folder: Path, count: int) -> None:
         image.save(place / f"{number}.jpg", quality=90)
 
 
-def random_batches(rows: int, epoch: int) -> Iterator[np.ndarray]:
-    """Return an iterator over row numbers (BATCH,) in random order, without an incomplete batch."""
-    order = np.random.default_rng(epoch).permutation(rows)
-    return (order[start : start + BATCH] for start in range(0, rows - BATCH + 1, BATCH))
-
-
-def copied(path: Path) -> Iterator[int]:
-    """Copy consecutive rows from memory to memory: the limit."""
-    with h5py.File(path, locking=False) as file:
-        images = file["train/images"][:]  # (N, H, W, C) uint8
-    out = np.empty((BATCH, *images.shape[1:]), np.uint8)
-    starts = range(0, len(images) - BATCH + 1, BATCH)
-    while True:
-        for start in starts:
-            np.copyto(out, images[start : start + BATCH])
-        yield BATCH * len(starts)
-
-
 def gathered(path: Path) -> Iterator[int]:
     """Read rows in random order, by their byte offsets in the file, into one buffer."""
     source = Split(pack := read_pack(path), "train")
     out = np.empty((BATCH, *pack.image_shape), np.uint8)
     for epoch in itertools.count():
-        batches = random_batches(len(source), epoch)
-        yield sum(len(source.gather(rows, out)) for rows in batches)
-
-
-def fancy(path: Path) -> Iterator[int]:
-    """Read the same rows by h5py's fancy indexing, which requires sorted indices."""
-    images = h5py.File(path, locking=False)["train/images"]
-    for epoch in itertools.count():
-        yield sum(len(images[np.sort(rows)]) for rows in random_batches(len(images), epoch))
+        order = np.random.default_rng(epoch).permutation(len(source))
+        starts = range(0, len(source) - BATCH + 1, BATCH)
+        yield sum(len(source.gather(order[at : at + BATCH], out)) for at in starts)
 
 
 def loaded(
@@ -180,9 +152,7 @@ def external(path: Path, name: str, shuffle: str) -> Iterator[int]:
 
 
 READERS: dict[str, Reader] = {
-    COPY: copied,
-    GATHER: gathered,
-    H5PY: fancy,
+    "pack, random rows gathered, bytes": gathered,
     "pack, kept in memory": lambda path: loaded(read_pack(path), "partition", keep=True),
     "pack, --shuffle partition": lambda path: loaded(read_pack(path), "partition"),
     "pack, --shuffle global": lambda path: loaded(read_pack(path), "global"),

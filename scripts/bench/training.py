@@ -4,7 +4,6 @@ digits, resnet50   hpctrain against the same network without loading and communi
                    and under PyTorch's DistributedDataParallel (peers.py); for digits also the time
                    to the first step
 tree               the cost of --deterministic: steps of the digits network
-sweep              networks trained concurrently against the same ones trained one after another
 
 hpctrain is measured end to end: whole epochs from the pack, run by the public command, with its
 records written, timed by the wall-clock times in ``progress.jsonl``. In all training jobs the clock
@@ -20,7 +19,6 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -40,14 +38,13 @@ FORMATS = {  # precision, channels_last
     "bf16 NHWC": ("bf16", True),
 }
 HPCTRAIN, LIMIT, DDP = "hpctrain", "limit: no loading, no communication", "DDP, data in memory"
-LOADER, LOADER_2 = "DDP with DataLoader", "DDP with DataLoader, 2 workers"
+LOADER = "DDP with DataLoader"
 PLAIN = "fp32 NCHW"  # the usual format of a DataLoader
-MODES = {LIMIT: "limit", DDP: "ddp", LOADER: "loader", LOADER_2: "loader"}  # of peers.py
+MODES = {LIMIT: "limit", DDP: "ddp", LOADER: "loader"}  # of peers.py
 DIGITS_BATCH, DIGITS_EPOCHS = 128, 3
 RESNET_STEPS, RESNET_WARM, RESNET_BATCH = 15, 3, 32
 IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of generated images
 START_RANKS, TREE_RANKS = 4, (1, 2, 4)
-NETWORKS, SLOTS, SWEEP_EPOCHS = 6, 2, 3
 
 
 def compare_training(options: Namespace, folder: Path, show: Show) -> None:
@@ -71,13 +68,9 @@ def compare_training(options: Namespace, folder: Path, show: Show) -> None:
         compared[name] = {head: other for head, other in peers.items() if other != name}
     show(table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared))
     if options.case == "digits":
-        starts = []
-        for number in range(options.rounds):
-            began = time.time()
-            flags = ["--data", work.data, "--model", "digits", "--epochs", "1"]
-            steps = train(folder / f"start{number}", START_RANKS, *flags)
-            starts.append(timestamp(steps[0]) - began)
-        show(f"{median(starts):.1f} s from mpirun -n {START_RANKS} to the first step")
+        began = time.time()
+        steps = train(folder / "start", START_RANKS, "--data", work.data, "--epochs", "1")
+        show(f"{timestamp(steps[0]) - began:.1f} s from mpirun -n {START_RANKS} to the first step")
 
 
 def make_job(options: Namespace, folder: Path) -> TrainingJob:
@@ -115,10 +108,9 @@ def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
         words = train_words(job.folder, *own, "--precision", precision, order)
         found[f"{HPCTRAIN}, {form}"] = python("hpctrain", *words, ranks=ranks)
     for who, mode in MODES.items():
-        job = replace(job, mode=mode, workers=2 if who == LOADER_2 else 0)
         for form in (PLAIN,) if mode == "loader" else FORMATS:
             precision, last = FORMATS[form]
-            peer = replace(job, precision=precision, channels_last=last)
+            peer = replace(job, mode=mode, precision=precision, channels_last=last)
             found[f"{who}, {form}"] = python(*peer.words, ranks=ranks)
     return found
 
@@ -171,23 +163,3 @@ def measure_tree(options: Namespace, folder: Path, show: Show) -> None:
         for ranks in TREE_RANKS
     }
     show(table(f"digits, global batch size {DIGITS_BATCH}, a step", found, compared, "ms"))
-
-
-def measure_sweep(options: Namespace, folder: Path, show: Show) -> None:
-    """Measure the seconds of a whole sweep of the digits network, in two slots and in one."""
-    pack = str(locate(options.data or "digits", options.cache_dir))
-    file = folder / "sweep.toml"
-    base = f"data = {json.dumps(pack)}\nepochs = {SWEEP_EPOCHS}\nthreads = 1\ndevice = 'cpu'"
-    file.write_text(f"[base]\n{base}\n[grid]\nseed = {list(range(NETWORKS))}\n")
-    together, alone = ways = [f"{slots} slot(s)" for slots in (SLOTS, 1)]
-
-    def seconds(name: str) -> float:
-        words = ["sweep", str(file), "--slots", name.split()[0], "--run", f"{time.time()}"]
-        began = time.perf_counter()
-        words += ["--progress", "none", "--runs-dir", str(folder)]
-        run_job(python("hpctrain", *words), f"the sweep in {name}")
-        return time.perf_counter() - began
-
-    rates = measure(ways, options.rounds, seconds, show)
-    title = f"{NETWORKS} networks of {SWEEP_EPOCHS} epochs"
-    show(table(title, rates, {together: {f"/ {alone}": alone}}, "s"))
