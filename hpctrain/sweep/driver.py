@@ -1,208 +1,436 @@
-"""The driver: trains networks in slots until all have ended, each in its own process group.
+"""``hpctrain sweep sweep.toml``: train many networks side by side, each as an ordinary run.
 
-Its state is in the sweep's folder only, so a new driver can replace one that was killed: done and
-failed networks are skipped, all others are launched again and resume from their checkpoints. A
-network whose folder is still locked by another job waits.
+    hpctrain sweep sweep.toml --ranks-per-network 2 --slots 4
+
+The driver uses neither MPI nor torch. All its state is in the folder of the sweep, so a new driver
+can replace one that was killed: done and failed networks are skipped, the others are launched again
+and resume from their checkpoints. The folder has:
+
+sweep.toml              a copy of the sweep's file; marks the folder as that of a sweep
+01-lr=0.1.toml          the settings of a network, for train --config
+01-lr=0.1.log           the output of its ranks
+01-lr=0.1/              its run
+results.csv             a line for each network, from the records of the runs
+
+Only what is not in the records is read back from results.csv: that a network was killed.
 """
 
 from __future__ import annotations
 
-import shutil
+import csv
+import math
+import os
+import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+from rich.live import Live
+from rich.table import Table
 
 from hpctrain import launch
-from hpctrain.cluster import LEFT
-from hpctrain.errors import RunError
-from hpctrain.report.history import History
-from hpctrain.sweep.display import SweepDisplay
-from hpctrain.sweep.file import Sweep, SweepNetwork
-from hpctrain.sweep.folder import (
-    DONE,
-    FAILED,
-    PREEMPTED,
-    RUNNING,
-    STOPPED,
-    UNFINISHED,
-    NetworkResult,
-    read_results,
-    write_csv,
-)
-from hpctrain.sweep.machine import Slot
-from hpctrain.training.control import STOP_FILE, is_locked, request_stop
+from hpctrain.cluster import LEFT, REQUESTS, tasks_by_node
+from hpctrain.config import SweepConfig, require_trust, to_toml
+from hpctrain.errors import UsageError
+from hpctrain.files import as_text, whole_file, write_whole, writing
+from hpctrain.report.console import Console, dumb_terminal, output_width, terminal_columns
+from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy, find_run_or_sweep
+from hpctrain.report.history import UNKNOWN, History
+from hpctrain.sweep.file import SweepNetwork, read_sweep
+from hpctrain.text import ranges, short_number
+from hpctrain.training.control import STOP_FILE, RunLock, is_locked, request_stop
 
-POLL_PROCESSES_EVERY = 0.1  # seconds
-POLL_FILES_EVERY = 0.5  # seconds between checks of records, locks and the STOP file
+RESULTS_FILE = "results.csv"
+METRICS = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
+FINAL = ("done", "failed")  # such networks are skipped by the same command
+POLL_EVERY = 0.2  # seconds between checks of processes, records, locks and the STOP file
 
 
-class NetworkProcess:
-    """A launcher process that trains one network; polled by the driver."""
-
-    def __init__(self, folder: Path, network: SweepNetwork, slot: Slot, command: list[str]) -> None:
-        """Start the process. Raises RunError if it cannot be started."""
-        self.network, self.slot = network, slot
-        self.folder, self.log = folder / network.name, folder / f"{network.name}.log"
-        self.requested: str | None = None  # preempt, stop or kill
-        (self.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        self._sessions = tempfile.mkdtemp(prefix="hpctrain-")
-        env = launch.environment({**slot.environment(), **launch.own_sessions(self._sessions)})
-        try:
-            self._record = launch.LaunchRecord(self.folder)
-            self.process = launch.start(command, self.log, env, slot.cores)
-        except RunError:
-            shutil.rmtree(self._sessions, ignore_errors=True)
-            raise
-
-    def preempt(self) -> None:
-        """Ask the run to save and exit with 75: launchers forward SIGUSR2 to all ranks."""
-        if self.requested in (None, "stop"):
-            self.requested = "preempt"
-            self.process.send_signal(signal.SIGUSR2)
-
-    def stop(self) -> None:
-        """Ask the run to stop after its next step. To be called again until its folder exists."""
-        if self.requested is None and self.folder.is_dir():
-            self.requested = "stop"
-            request_stop(self.folder)
-
-    def history(self) -> History:
-        """Return the history of the run."""
-        self._record.history.follow()
-        return self._record.history
-
-    def outcome(self) -> tuple[str, str | None] | None:
-        """Return status and reason once it has ended, else None; "preempted" only by others."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        shutil.rmtree(self._sessions, ignore_errors=True)
-        (self.folder / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
-        own = self._record.outcome().status
-        outcome = self._record.history.launch.outcome
-        if own == DONE or (code == 0 and outcome.status == DONE):
-            return DONE, outcome.reason
-        if own == STOPPED:
-            return STOPPED, outcome.reason
-        if own == FAILED and self.requested != "kill":
-            return FAILED, outcome.reason or self._last_error_line()
-        if self.requested in ("preempt", "kill"):
-            return UNFINISHED, None
-        if code == LEFT:
-            return PREEMPTED, outcome.reason
-        if code < 0:
-            return FAILED, f"ended by signal {-code} ({signal.Signals(-code).name})"
-        return FAILED, self._last_error_line() if code else "it ended without a record"
-
-    def _last_error_line(self) -> str:
-        output = self.log.read_bytes()[self._log_start :]
-        return launch.last_error_line(output.decode(errors="replace"))
+def main(settings: SweepConfig) -> int:
+    """Check everything, then launch. Exit code 0: all done, 1: some failed, 75: to be resumed."""
+    file, networks, folder = find_sweep(settings)
+    is_new, trust = not folder.exists(), ["--trust-code"] if settings.trust_code else []
+    if settings.results and is_new:
+        raise UsageError(f"--results: there is no sweep {folder} yet")
+    terminal = terminal_columns() is not None and not dumb_terminal()
+    live = settings.progress == "live" or (settings.progress == "auto" and terminal)
+    console = Console(width=output_width(), force_terminal=live, quiet=settings.progress == "none")
+    tell = partial(console.print, soft_wrap=True)
+    slots: list[Slot] = []
+    if settings.dry_run or not (settings.prepare or settings.results):
+        slots = find_slots(settings, networks)
+    if settings.dry_run:
+        for network in networks:
+            tell(network.name)
+        where = "; ".join(f"{slot.number}: {slot}" for slot in slots)
+        tell(f"{len(networks)} networks in {len(slots)} slots ({where})")
+        tell(f"launch: {shlex.join([*slots[0].command, f'{folder}/{networks[0].name}.toml'])}")
+        return 0
+    trainings = read_trainings(folder, networks, settings.retry)
+    left = [training for training in trainings if training.status not in FINAL]
+    if not (is_new or left or settings.results):
+        tell(f"{folder} has ended: {counts(trainings)}")
+        return int(any(training.status == "failed" for training in trainings))
+    if not settings.results:
+        for network in networks:
+            require_trust(vars(network.config), file, settings.trust_code)
+        check_data(networks)
+    lock = RunLock()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not lock.take(folder):
+        raise UsageError(f"the sweep {folder} is at work: stop it first, or choose another --run")
+    try:
+        if settings.results:
+            return conclude(folder, trainings, console)
+        write_settings(folder, file, networks, settings.runs_dir)
+        tell(f"{folder}: {len(left)} of {len(trainings)} networks to train")
+        (folder / STOP_FILE).unlink(missing_ok=True)
+        if not settings.prepare:
+            return drive(folder, trainings, slots, console)
+        numbers = ranges([training.network.number for training in left]).replace(" ", "")
+        tell(f"sbatch --array={numbers} slurm/sweep.sbatch {shlex.join([str(folder), *trust])}")
+        return 0
+    finally:
+        lock.release()
 
 
-class Driver:
-    """Trains the networks of a sweep; `run` returns the exit code."""
+def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
+    """Return the sweep's file, its networks, and its folder, which may not exist yet.
+
+    The folder is the one that was named, or that of --run; else the newest one of the same file
+    whose sweep has not ended; else a new one, named by the time. Raises UsageError.
+    """
+    file, runs = Path(settings.file), Path(settings.runs_dir)
+    if not file.is_file():
+        folder = find_run_or_sweep(settings.file, settings.runs_dir)
+        file = folder / SWEEP_FILE
+        if settings.run is None:
+            return file, read_sweep(file), folder
+    networks, text = read_sweep(file), file.read_bytes()
+    if settings.run is not None:
+        folder = runs / settings.run
+        copy = folder / SWEEP_FILE
+        if folder.exists() and not (copy.is_file() and copy.read_bytes() == text):
+            raise UsageError(f"{folder} is no sweep of this {file}: choose another --run")
+        return file, networks, folder
+    for copy in sorted(runs.glob(f"*-sweep*/{SWEEP_FILE}"), reverse=True):
+        found = read_trainings(copy.parent, networks, settings.retry)
+        if copy.read_bytes() == text and any(each.status not in FINAL for each in found):
+            return file, networks, copy.parent
+    folder = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
+    while folder.exists():
+        folder = folder.with_name(f"{folder.name}-2")
+    return file, networks, folder
+
+
+def check_data(networks: list[SweepNetwork]) -> None:
+    """Create built-in data sets that are missing. Raises UsageError if other data are no pack."""
+    from hpctrain.data.pack import read_pack
+    from hpctrain.packing.builtin import locate
+
+    named = {(n.config.data, n.config.cache_dir, n.config.images) for n in networks}
+    for data, cache_dir, images in sorted(named, key=str):
+        path = locate(data, cache_dir)
+        if images is None:
+            read_pack(path)
+
+
+def write_settings(folder: Path, file: Path, networks: list[SweepNetwork], runs_dir: str) -> None:
+    """Write the files that the runs need; sweep.toml last, and only once. Raises RunError."""
+    with writing(folder):
+        for network in networks:
+            own = {"run": network.name, "runs_dir": str(folder), "progress": "plain"}
+            init = network.config.init
+            if init is not None and (Path(runs_dir) / init).exists():  # the name of a run
+                own["init"] = str(Path(runs_dir) / init)
+            path, text = folder / f"{network.name}.toml", to_toml(network.config.changed() | own)
+            if not path.exists() or path.read_text() != text:
+                write_whole(path, text)
+        if not (folder / SWEEP_FILE).exists():
+            write_whole(folder / SWEEP_FILE, file.read_bytes())
+
+
+class Slot(NamedTuple):
+    """A place for one network: cores and GPUs of this machine, or a job step of Slurm."""
+
+    number: int  # 1, 2, ...
+    command: list[str]  # launches a network: the path of its settings is appended
+    cores: Sequence[int] = ()  # empty: all that this process may use
+    gpus: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        cores = f"cores {ranges(self.cores)}" if self.cores else "any core"
+        return f"GPU {', '.join(self.gpus)}" if self.gpus else cores
+
+
+def find_slots(settings: SweepConfig, networks: list[SweepNetwork]) -> list[Slot]:
+    """Return as many slots as fit, or as requested. Raises UsageError.
+
+    On this machine, they share GPUs or cores only if there are too few for one per slot.
+    """
+    ranks, inside = settings.ranks_per_network, "SLURM_JOB_ID" in os.environ
+    train = [sys.executable, "-m", "hpctrain", "train", "--config"]
+    train[-1:-1] = ["--trust-code"] if settings.trust_code else []
+    if settings.launcher == "srun" and not inside:
+        raise UsageError(
+            "--launcher srun: this is no Slurm allocation; --prepare is for job arrays"
+        )
+    if inside and settings.launcher != "mpirun":
+        words, count = step_words(ranks)
+        return [Slot(n + 1, [*words, *train]) for n in range(settings.slots or count)]
+    cores = sorted(os.sched_getaffinity(0))
+    gpus = visible_gpus() if any(n.config.device != "cpu" for n in networks) else []
+    count = settings.slots or max(1, len(gpus or cores) // ranks)
+    if len(cores) < count:
+        cores = []
+    if 0 < len(gpus) < count:
+        gpus = [gpus[n % len(gpus)] for n in range(count)]
+    command = [launch.mpirun(), "-n", str(ranks), *train]
+
+    def share(items: list, n: int) -> list:
+        return items[len(items) * n // count : len(items) * (n + 1) // count]
+
+    return [Slot(n + 1, command, share(cores, n), share(gpus, n)) for n in range(count)]
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs visible to CUDA programs; empty without a driver."""
+    if (names := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in names.split(",") if name.strip() not in ("", "-1")]
+    with suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.check_output(query, text=True, timeout=30).split()
+    return []
+
+
+def step_words(ranks: int) -> tuple[list[str], int]:
+    """Return the srun command of one network in this allocation, and how many such steps fit.
+
+    Raises UsageError if not even one fits.
+    """
+    env = os.environ
+    tasks = tasks_by_node(env.get("SLURM_TASKS_PER_NODE") or env.get("SLURM_NTASKS", "1"))
+    if sum(tasks) < ranks:
+        raise UsageError(f"--ranks-per-network {ranks}: the allocation has {sum(tasks)} tasks")
+    fit = sum(count // ranks for count in tasks) if ranks <= max(tasks) else sum(tasks) // ranks
+    nodes = math.ceil(ranks / max(tasks))
+    inherited = [word for name in REQUESTS if name in env for word in ("-u", name)]
+    words = ["env", *inherited] if inherited else []
+    words += ["srun", "--exact", f"--nodes={nodes}", f"--ntasks={ranks}", "--kill-on-bad-exit=1"]
+    cores = env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_PER_GPU", "1")
+    words += [f"--mpi={env.get('HPCTRAIN_PMI', 'pmix')}", f"--cpus-per-task={cores}"]
+    memory = env.get("SLURM_MEM_PER_NODE", "")
+    if memory.isdigit() and int(memory):  # MiB; else one step takes it all and the others wait
+        words.append(f"--mem={int(memory) * math.ceil(ranks / nodes) // max(tasks)}M")
+    if any(name in env for name in ("SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")):
+        words.append("--gpus-per-task=1")
+    return words, fit
+
+
+class Training:
+    """One network of a sweep: its status, its history, and its process while it is trained."""
 
     def __init__(
-        self,
-        folder: Path,
-        sweep: Sweep,
-        slots: tuple[Slot, ...],
-        command: Callable[[SweepNetwork], list[str]],
-        display: SweepDisplay,
-        retry: bool = False,
+        self, folder: Path, network: SweepNetwork, known: dict[str, str], retry: bool
     ) -> None:
-        self._folder, self._sweep, self._display = folder, sweep, display
-        self._command = command
-        self.results = read_results(folder, sweep, retry)
-        self._free = list(slots)
-        self._processes: list[NetworkProcess] = []
-        self._waiting = [n for n in sweep.networks if not self.results[n.name].is_final]
-        self._preempted_by: str | None = None
-        self._stopping, self._looked = False, 0.0
+        """`known` is the line of an earlier results.csv. The run is not running."""
+        self.network, self.run = network, folder / network.name
+        self.history = History.read(self.run, "none")
+        self.status, self.reason, _ = self.history.launch.outcome
+        if self.status != "done" and known.get("status") == "failed":
+            self.status, self.reason = "failed", known["reason"]
+        elif self.status not in ("done", "failed", "stopped"):
+            self.status = "unfinished" if self.history.facts else "waiting"
+            self.reason = self.history.outcome().reason
+        if retry and self.status == "failed":
+            self.status, self.reason = "unfinished", None
 
-    def run(self) -> int:
-        """Train until all networks have ended or the sweep must end. Return the exit code."""
-        (self._folder / STOP_FILE).unlink(missing_ok=True)
-        with launch.caught_signals() as signals, self._display.live or nullcontext():
-            while True:
-                self._obey(signals)
-                for process in list(self._processes):
-                    if (outcome := process.outcome()) is not None:
-                        self._finish(process, *outcome)
-                if time.monotonic() > self._looked + POLL_FILES_EVERY:
-                    self._looked = time.monotonic()
-                    self._poll_files()
-                if not self._processes and (self._is_ending() or not self._waiting):
-                    break
-                time.sleep(POLL_PROCESSES_EVERY)
-        write_csv(self._folder, self._sweep, self.results.values())
-        (self._folder / STOP_FILE).unlink(missing_ok=True)
-        if self._preempted_by:
-            self._display.line(f"preempted ({self._preempted_by}); the same command resumes")
-            return LEFT
-        return int(any(result.status == FAILED for result in self.results.values()))
+    def launch(self, slot: Slot, sessions: str) -> None:
+        """Start the process in a slot. Raises RunError if it cannot be started."""
+        (self.run / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
+        self.slot, self.requested = slot, ""  # preempt, stop or kill
+        self.log = Path(f"{self.run}.log")
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._record = launch.LaunchRecord(self.run)
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {}
+        env = launch.environment({**launch.UNBOUND, **own, **launch.own_sessions(sessions)})
+        command = [*slot.command, f"{self.run}.toml"]
+        self.process = launch.start(command, self.log, env, slot.cores)
+        self.history, self.status, self.reason = self._record.history, "running", None
 
-    def _is_ending(self) -> bool:
-        return bool(self._preempted_by or self._stopping)
+    def request(self, what: str) -> None:
+        """Ask the run to "preempt" (save and exit with 75), or to "stop" after its next step.
 
-    def _obey(self, signals: list[tuple[signal.Signals, float]]) -> None:
-        """Preempt all networks on the first signal; kill them on a second Ctrl-C or SIGTERM."""
-        if not signals:
-            return
-        if self._preempted_by is None:
-            self._preempt(signals[0][0].name)
-        if launch.is_repeated(signals):
-            for process in self._processes:
-                process.requested = "kill"
-            launch.end(*(process.process for process in self._processes))
+        To be called again until its folder exists.
+        """
+        if what == "preempt" and self.requested in ("", "stop"):
+            self.requested = what
+            self.process.send_signal(signal.SIGUSR2)
+        elif not self.requested and self.run.is_dir():
+            self.requested = what
+            request_stop(self.run)
 
-    def _preempt(self, why: str) -> None:
-        self._preempted_by = why
-        if self._processes:
-            self._display.line(f"{why}: the networks save and end; once more ends them at once")
-        for process in self._processes:
-            process.preempt()
+    def has_ended(self) -> bool:
+        """Whether the process has ended; then the status is set, to "preempted" only by others."""
+        if (code := self.process.poll()) is not None:
+            (self.run / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
+            self.status, self.reason = self._outcome(code)
+        return code is not None
 
-    def _poll_files(self) -> None:
-        """Check the folders for a request to stop, and for locks."""
-        if not self._is_ending() and (self._folder / STOP_FILE).exists():
-            self._stopping = True
-            self._display.line("asked to stop: the networks stop after their next step")
-        for process in self._processes if self._stopping else ():
-            process.stop()
-        for network in list(self._waiting):
-            if self._is_ending() or not self._free:
-                break
-            folder = self._folder / network.name
-            if not (folder.is_dir() and is_locked(folder)):
-                self._waiting.remove(network)
-                self._launch(network)
-        self._display.update([(p.network.name, p.slot, p.history()) for p in self._processes])
+    def _outcome(self, code: int) -> tuple[str, str | None]:
+        own = self._record.outcome().status
+        outcome = self.history.launch.outcome
+        output = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+        if own == "done" or (code == 0 and outcome.status == "done"):
+            return "done", outcome.reason
+        if own == "stopped":
+            return "stopped", outcome.reason
+        if own == "failed" and self.requested != "kill":
+            return "failed", outcome.reason or launch.last_error_line(output)
+        if self.requested in ("preempt", "kill"):
+            return "unfinished", None
+        if code == LEFT:
+            return "preempted", outcome.reason
+        if code < 0:
+            return "failed", f"ended by signal {-code} ({signal.Signals(-code).name})"
+        return "failed", launch.last_error_line(output) if code else "it ended without a record"
 
-    def _launch(self, network: SweepNetwork) -> None:
-        slot = self._free.pop(0)
-        self._set(network, RUNNING, None, self.results[network.name].history)
-        command = self._command(network)
-        self._processes.append(NetworkProcess(self._folder, network, slot, command))
-        self._display.begin(network.name, slot)
+    def row(self) -> tuple[str, str, str]:
+        """Return name, status and progress: "epoch 3 of 20, validation 0.9120, 12 s"."""
+        history, texts = self.history, []
+        if epochs := history.facts.get("epochs"):
+            texts.append(f"epoch {history.completed} of {epochs}")
+        best = history.best_validation()
+        shown = {"training": history.training} if best == UNKNOWN else {"validation": best}
+        for split, (loss, accuracy) in (shown | {"test": history.test}).items():
+            value = short_number(loss if accuracy is None else accuracy)
+            texts += [f"{split} {value}"] if value else []
+        texts += [f"{history.seconds:.0f} s"] if texts else []
+        texts += [self.reason] if self.reason else []
+        return self.network.name, self.status, ", ".join(texts)
 
-    def _finish(self, process: NetworkProcess, status: str, reason: str | None) -> None:
-        self._processes.remove(process)
-        self._free = sorted([*self._free, process.slot], key=lambda slot: slot.number)
-        name = process.network.name
-        if status == PREEMPTED:
-            status = UNFINISHED
-            if self._preempted_by is None:
-                self._preempt(f"{name} was preempted: {reason}")
-        self._set(process.network, status, reason, process.history())
-        self._display.end(self.results[name], process.log, list(self.results.values()))
 
-    def _set(
-        self, network: SweepNetwork, status: str, reason: str | None, history: History
-    ) -> None:
-        self.results[network.name] = NetworkResult(network, status, reason, history)
-        write_csv(self._folder, self._sweep, self.results.values())
+def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
+    """Return all networks of a sweep. With `retry`, those that have failed are unfinished."""
+    known: dict[str, dict[str, str]] = {}
+    with suppress(OSError), open(folder / RESULTS_FILE, newline="", encoding="utf-8") as file:
+        known = {row["name"]: row for row in csv.DictReader(file)}
+    return [Training(folder, each, known.get(each.name, {}), retry) for each in networks]
+
+
+def drive(folder: Path, trainings: list[Training], slots: list[Slot], console: Console) -> int:
+    """Train until all networks have ended or the sweep must end. Return the exit code.
+
+    On the first signal all networks are preempted; on a second Ctrl-C or SIGTERM they are killed.
+    A STOP file in the folder of the sweep stops them.
+    """
+    running: list[Training] = []
+    waiting = [training for training in trainings if training.status not in FINAL]
+    tell = partial(console.print, soft_wrap=True)
+    ending = ""  # why no network begins any more: STOP, or what preempted the sweep
+    sessions = tempfile.TemporaryDirectory(prefix="hpctrain-", ignore_cleanup_errors=True)
+    # Not refreshed by a thread, because this process forks.
+    live = Live(console=console, auto_refresh=False, transient=True)
+    with launch.caught_signals() as signals, sessions as place, live:
+        while running or (waiting and not ending):
+            before = ending
+            if not ending and (folder / STOP_FILE).exists():
+                ending = STOP_FILE
+            if signals and ending in ("", STOP_FILE):
+                ending = signals[0][0].name
+            for training in [each for each in running if each.has_ended()]:
+                running.remove(training)
+                if training.status == "preempted":
+                    training.status = "unfinished"
+                    if ending in ("", STOP_FILE):
+                        ending = f"{training.network.name} was preempted: {training.reason}"
+                write_results(folder, trainings)
+                final = sum(each.status in FINAL for each in trainings)
+                tell(f"{'  '.join(training.row())}  ({final} of {len(trainings)})")
+            if running and ending != before:
+                how = "stop" if ending == STOP_FILE else "save and end; once more ends them at once"
+                tell(f"{ending}: the networks {how}")
+            for training in running if ending else ():
+                training.request("stop" if ending == STOP_FILE else "preempt")
+            if launch.is_repeated(signals):
+                for training in running:
+                    training.requested = "kill"
+                launch.end(*(training.process for training in running))
+            used = [training.slot for training in running]
+            free = [slot for slot in slots if slot not in used and not ending]
+            for training in list(waiting) if free else ():
+                if free and not (training.run.is_dir() and is_locked(training.run)):
+                    waiting.remove(training)
+                    training.launch(free.pop(0), place)
+                    running.append(training)
+                    write_results(folder, trainings)
+                    if not console.is_terminal:
+                        slot = training.slot
+                        tell(f"{training.network.name} begins in slot {slot.number} ({slot})")
+            for training in running:
+                training.history.follow()
+            places = [(f"slot {each.slot.number}", f"{each.slot}", *each.row()) for each in running]
+            live.update(grid(places), refresh=True)
+            time.sleep(POLL_EVERY)
+    (folder / STOP_FILE).unlink(missing_ok=True)
+    code = conclude(folder, trainings, console)
+    if ending in ("", STOP_FILE):
+        return code
+    tell(f"preempted ({ending}); the same command resumes")
+    return LEFT
+
+
+def write_results(folder: Path, trainings: list[Training]) -> None:
+    """Write results.csv atomically. Raises RunError."""
+    tables = [training.network.config.table() for training in trainings]
+    names = [name for name in tables[0] if len({table[name] for table in tables}) > 1]
+    lines: list[list[object]] = [
+        ["name", "status", "reason", *names, *METRICS, "epochs", "seconds"]
+    ]
+    for training, table in zip(trainings, tables, strict=True):
+        line: list[object] = [training.network.name, training.status, training.reason]
+        line += [table[name] for name in names]
+        line += [*reversed(training.history.best_validation()), *reversed(training.history.test)]
+        lines.append([*line, training.history.completed, round(training.history.seconds, 1)])
+    path = folder / RESULTS_FILE
+    with writing(path), whole_file(path) as binary, as_text(binary) as file:
+        csv.writer(file).writerows(lines)
+
+
+def conclude(folder: Path, trainings: list[Training], console: Console) -> int:
+    """Write results.csv and print the networks. Return 1 if one has failed, else 0.
+
+    The best one, by validation, or by training without one, comes first; the test never decides.
+    """
+    write_results(folder, trainings)
+    accurate = compared_by_accuracy([training.network.config.task for training in trainings])
+
+    def score(training: Training) -> float:
+        best = training.history.best_validation()
+        return (training.history.training if best == UNKNOWN else best).score(accurate)
+
+    console.print(grid([each.row() for each in sorted(trainings, key=score, reverse=True)]))
+    console.print(f"{folder}: {counts(trainings)}", soft_wrap=True)
+    return int(any(training.status == "failed" for training in trainings))
+
+
+def grid(rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table of these rows."""
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def counts(trainings: list[Training]) -> str:
+    """Count the networks by status: "4 done, 1 failed"."""
+    found = Counter(training.status for training in trainings)
+    return ", ".join(f"{found[status]} {status}" for status in sorted(found))

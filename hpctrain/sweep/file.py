@@ -15,22 +15,19 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.config import Config, check_settings, from_table, load_toml
 from hpctrain.errors import UsageError, did_you_mean
 
 MOST = 10_000  # networks
 LONGEST_NAME = 80  # characters
-TABLES = ("base", "grid", "variant")
+TABLES = {"base": dict, "grid": dict, "variant": list}
 OWNED = ("run", "runs_dir", "resume", "progress", "dry_run")  # set by the sweep itself
-Table = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class SweepNetwork:
+class SweepNetwork(NamedTuple):
     """One network of a sweep: an ordinary run, named `name` in the sweep's folder."""
 
     number: int  # 1, 2, ...
@@ -38,16 +35,8 @@ class SweepNetwork:
     config: Config
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """All networks of a sweep, in order."""
-
-    networks: tuple[SweepNetwork, ...]
-    differing: tuple[str, ...]  # settings in which they may differ
-
-
-def read_sweep(path: Path) -> Sweep:
-    """Read the networks of a sweep from its file.
+def read_sweep(path: Path) -> list[SweepNetwork]:
+    """Read the networks of a sweep: first those of the grid, whose last setting varies fastest.
 
     Raises UsageError, one line that names the file, for settings that train would refuse with any
     data and any number of ranks, and for more than `MOST` networks.
@@ -56,22 +45,31 @@ def read_sweep(path: Path) -> Sweep:
     for key, content in tables.items():
         if key not in TABLES:
             raise UsageError(f"{path}: there is no table {key!r}{did_you_mean(key, TABLES)}")
-        if not isinstance(content, list if key == "variant" else dict):
+        is_table = isinstance(content, TABLES[key])
+        if not is_table or (key == "variant" and not all(isinstance(t, dict) for t in content)):
             header = "[[variant]]" if key == "variant" else f"[{key}]"
             raise UsageError(f"{path}: {key} must be a table, {header}")
-    base = _settings(tables.get("base", {}), Config(), f"{path}, [base]")
-    points = _grid(tables.get("grid"), path)
-    given: list[tuple[str, str, Table]] = [("", "[grid]", point) for point in points]
-    for number, (name, table) in enumerate(_variants(tables.get("variant", []), path), start=1):
-        given.append((name or "", f"[[variant]] {name or number}", table))
-    if not given:
+    grid, variants = tables.get("grid", {}), tables.get("variant", [])
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise UsageError(f"{path}, [grid]: {key} must be a list of values, not {values}")
+    count = len(variants) + (math.prod(map(len, grid.values())) if grid else 0)
+    if count > MOST:
+        raise UsageError(f"{path}: {count:,} networks are more than {MOST:,}")
+    if count == 0:
         raise UsageError(f"{path}: there is no network: give a [grid] or at least one [[variant]]")
-    if len(given) > MOST:
-        raise UsageError(f"{path}: {len(given):,} networks are more than {MOST:,}")
+    points = itertools.product(*grid.values()) if grid else ()
+    given = [("[grid]", "", dict(zip(grid, point, strict=True))) for point in points]
+    for table in variants:
+        name = table.pop("name", "")
+        if not isinstance(name, str) or (name and name in [other for _, other, _ in given]):
+            raise UsageError(f"{path}: the name of a variant must be a text of its own: {name!r}")
+        given.append(("[[variant]]", name, table))
+    base = read_settings(tables.get("base", {}), Config(), f"{path}, [base]")
     networks: dict[Config, SweepNetwork] = {}
-    digits = max(2, len(str(len(given))))
-    for number, (name, where, table) in enumerate(given, start=1):
-        config = _settings(table, base, f"{path}, {where}")
+    digits = max(2, len(str(count)))
+    for number, (place, name, table) in enumerate(given, start=1):
+        config = read_settings(table, base, f"{path}, {place}")
         settings = {key: config.table()[key] for key in table}
         folder = f"{number:0{digits}}-{folder_name(settings, name)}"
         try:
@@ -81,58 +79,25 @@ def read_sweep(path: Path) -> Sweep:
         if config in networks:
             raise UsageError(f"{path}: {networks[config].name} and {folder} have the same settings")
         networks[config] = SweepNetwork(number, folder, config)
-    differing = dict.fromkeys(key for _, _, table in given for key in table)
-    return Sweep(tuple(networks.values()), tuple(differing))
+    return list(networks.values())
 
 
-def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Table]]:
-    """Return the name (or None) and the settings of each variant."""
-    found: list[tuple[str | None, Table]] = []
-    for table in tables:
-        if not isinstance(table, dict):
-            raise UsageError(f"{path}: each variant must be a table, [[variant]]")
-        name = table.get("name")
-        if name is not None and (not isinstance(name, str) or not name.strip()):
-            raise UsageError(f"{path}: the name of a variant must be a text, not {name!r}")
-        if name in [other for other, _ in found if other]:
-            raise UsageError(f"{path}: two variants have the name {name!r}")
-        found.append((name, {key: value for key, value in table.items() if key != "name"}))
-    return found
-
-
-def _settings(table: Table, base: Config, place: str) -> Config:
+def read_settings(table: dict[str, Any], base: Config, place: str) -> Config:
     """Return `base` with the settings of a table. Raises UsageError if one is unknown or wrong."""
     if owned := [key for key in table if key in OWNED]:
         raise UsageError(f"{place}: {owned[0]} is set by the sweep itself")
     return from_table(table, base, place)
 
 
-def _grid(table: Table | None, path: Path) -> list[Table]:
-    """Return all combinations, in which the last setting varies fastest; empty without a grid."""
-    if table is None:
-        return []
-    if not table:
-        raise UsageError(f"{path}: the [grid] is empty: give lists of settings")
-    for key, values in table.items():
-        if not isinstance(values, list) or not values:
-            raise UsageError(f"{path}, [grid]: {key} must be a list of values, not {values}")
-    if (count := math.prod(map(len, table.values()))) > MOST:
-        raise UsageError(f"{path}: {count:,} combinations are more than {MOST:,}")
-    points = itertools.product(*table.values())
-    return [dict(zip(table, point, strict=True)) for point in points]
-
-
-def folder_name(settings: Table, name: str) -> str:
+def folder_name(settings: dict[str, Any], name: str) -> str:
     """Return the name of a network, else its settings as "optimizer=adam,lr=0.01".
 
     The result has only characters that need no quoting in a shell.
     """
-    text = name or ",".join(f"{key}={_short(value)}" for key, value in settings.items()) or "base"
+    texts = []
+    for key, value in settings.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = ("no", "yes")[value] if isinstance(value, bool) else text
+        texts.append(f"{key}={text.rstrip('/').rpartition('/')[2]}")
+    text = name or ",".join(texts) or "base"
     return re.sub(r"[^A-Za-z0-9._=,+:@-]+", "_", text)[:LONGEST_NAME].rstrip(".,=")
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text.rstrip("/").rpartition("/")[2]
