@@ -10,8 +10,8 @@ All results are sums over samples, so that the parts of a batch or a split add u
 quotient of two sums: of values, and of their weights, which are 1 unless the figure is weighted.
 
 The user's own functions, --loss, --metric and --augment, are described in docs/networks.md. Batches
-are cut into shards, and splits into blocks: the value of a sample must not depend on the others, nor
-a call on earlier ones. `check_task` and `check_augment` test this before the first step.
+are cut into shards, and splits into blocks: the value of a sample must not depend on the others,
+nor a call on earlier ones. `check_task` and `check_augment` test this before the first step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 ANSWERS = ""  # in the results of `evaluate`; no figure has this name
 TAKEN = ("loss", "unweighted_loss", "noisy", "accuracy", "balanced_accuracy", "rows")  # figures
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a sample's value in a part of a batch: kernels round otherwise
-# By figure: the sums of its values and weights, (2,); under ANSWERS: the predicted classes and their
-# probabilities, (2, n). All are float64.
+# By figure: the sums of its values and weights, (2,); under ANSWERS: the predicted classes and
+# their probabilities, (2, n). All are float64.
 Sums = dict[str, Tensor]
 
 
