@@ -30,8 +30,7 @@ class NetworkConfig(SavedConfig):
     split: str = option("read this split of the pack", "test")
     cache_dir: str = option(*CACHE_DIR)
     batch_size: int | None = option(
-        "compute this many images at a time; default: as the run's own test (64, on GPUs up to"
-        " 256); networks that draw random numbers draw them for each such block",
+        "compute this many images at a time; default: as the run's own test, 64, on GPUs to 256",
         check="[1, inf)",
         group="Machine",
     )
@@ -55,8 +54,7 @@ class EvaluateConfig(NetworkConfig):
     )
     output: str | None = option("write the figures to this JSON file too")
     mistakes: int = option(
-        "draw this many mistakes, the most confident ones, with true class, answer and"
-        " probability into a .png beside --output, by default mistakes.png beside the weights",
+        "draw the N most confident mistakes into a .png beside --output or the weights",
         0,
         IMAGES_DRAWN,
     )
@@ -74,10 +72,7 @@ class PredictConfig(NetworkConfig):
         "predictions.csv",
     )
     figure: int = option(
-        "draw this many random images with their answers and probabilities into a .png beside"
-        " --output, such as predictions.png",
-        0,
-        IMAGES_DRAWN,
+        "draw N random images with their answers into a .png beside --output", 0, IMAGES_DRAWN
     )
 
 
@@ -150,24 +145,21 @@ class SweepConfig(Settings):
     file: str = option("TOML file of the networks; or a sweep, by name or folder", ...)
     trust_code: bool = option(TRUST_CODE, False)
     run: str | None = option(
-        "name of the sweep, by which it is resumed; default: the newest unfinished one of this"
-        " file, else the time",
+        "name of the sweep, to resume it; default: the newest unfinished of this file, or time",
         check=check_folder_name,
     )
     runs_dir: str = option(*RUNS_DIR)
     retry: bool = option("train failed networks again, too", False)
     ranks_per_network: int = option("ranks of each network", 1, "[1, inf)", group="Machine")
     slots: int | None = option(
-        "train this many networks at once; default: cores, GPUs or tasks of the allocation /"
-        " ranks per network",
+        "train this many networks at once; default: cores, GPUs or tasks / ranks per network",
         check="[1, inf)",
     )
     launcher: Literal["auto", "mpirun", "srun"] = option(
         "start ranks by this; auto = srun inside a Slurm allocation, else mpirun", "auto"
     )
     prepare: bool = option(
-        "write the settings of all networks for slurm/sweep.sbatch, print the numbers of those"
-        " left to train, and exit",
+        "write the settings for slurm/sweep.sbatch, print the numbers left to train, and exit",
         False,
     )
     progress: Literal["auto", "live", "plain", "none"] = option(
@@ -238,8 +230,7 @@ class PlotConfig(Settings):
         False,
     )
     output: str | None = option(
-        "write this .png, .svg or .pdf; default: training.png in the folder of the run or sweep,"
-        " of several in --runs-dir",
+        "write this .png, .svg or .pdf; default: training.png in the run's folder, or --runs-dir",
         group="Output",
     )
 

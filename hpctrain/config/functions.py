@@ -75,11 +75,6 @@ def import_function(name: str, flag: str) -> Imported:
     return Imported(setting, function, getattr(module, "__file__", None) or "")
 
 
-def is_of_timm(model: str) -> bool:
-    """Whether a network is one of timm, timm:NAME, and not a function of the user's own."""
-    return model.startswith("timm:")
-
-
 def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: bool) -> None:
     """Raise UsageError if settings from a file name functions of one's own, without --trust-code.
 
@@ -87,7 +82,7 @@ def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: boo
     network. A function named on the command line is trusted.
     """
     named = {name: str(settings.get(name) or "") for name in SETTINGS}
-    if is_of_timm(named["model"]):
+    if named["model"].startswith("timm:"):
         del named["model"]
     own = dict.fromkeys(name for name in named.values() if ":" in name)
     if own and not trust_code:

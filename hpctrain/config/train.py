@@ -117,8 +117,7 @@ class Config(Settings):
         "[0, 1]",
     )
     augment: str | None = option(
-        "augment by your own function, too: package.module:function, called with a batch of input"
-        " images (n, C, H, W) and a torch.Generator"
+        "augment by your own module:function, too, of images (n, C, H, W) and a torch.Generator"
     )
     images: str | None = option(
         "read images from this dataset, such as x, {split}/x or FILE:x, of an HDF5 file",
@@ -138,8 +137,7 @@ class Config(Settings):
         needs="--images",
     )
     split: Shares | None = option(
-        "split --images at random into these shares of train,test or train,validation,test;"
-        " default: 0.9,0.1",
+        "shares of train,test or train,validation,test in --images; default: 0.9,0.1",
         needs="--images",
     )
     shuffle: Literal["partition", "global", "blocks"] | None = option(
@@ -151,8 +149,7 @@ class Config(Settings):
         False,
     )
     read_buffer: Bytes = option(
-        "buffer at most this much data per rank; a partition that fits is read only once (with"
-        " --random-crop, files are read again in every epoch)",
+        "buffer at most this much data per rank; a partition that fits is read only once",
         Bytes("256M"),
     )
     stage: str | None = option(
@@ -200,8 +197,7 @@ class Config(Settings):
         needs="--weight-decay",
     )
     lr_factors: Factors | None = option(
-        "multiply the learning rate of parameters by factors, as in layer*=0.1,fc=1: the last"
-        " pattern that matches a name counts"
+        "multiply learning rates of parameters, as in layer*=0.1,fc=1; the last match counts"
     )
     schedule: Literal["constant", "cosine", "step", "one-cycle"] = option(
         "schedule of the learning rate", "constant"
@@ -220,12 +216,11 @@ class Config(Settings):
     )
     label_smoothing: float = option("label smoothing of the cross-entropy loss", 0.0, "[0, 1)")
     loss: str | None = option(
-        "minimize your own loss, package.module:function, called with outputs and targets; it"
-        " returns one value a sample; default: cross-entropy, for denoise mean squared error"
+        "minimize your own loss, module:function of outputs and targets, one value a sample;"
+        " default: cross-entropy, for denoise mean squared error"
     )
     class_weights: ClassWeights | None = option(
-        "weigh classes in the loss: balanced = images / (classes x images of the class); or"
-        " numbers in the order of the classes, such as 0.2,1"
+        "weights of the classes in the loss, in their order, such as 0.2,1; or balanced"
     )
     batch_per_rank: int | None = option(
         "batch size per rank, or with --shards per shard, instead of --batch-size",
@@ -272,16 +267,14 @@ class Config(Settings):
         check_no_time,
     )
     metric: str | None = option(
-        "evaluate by your own function, too: package.module:function, called with outputs and"
-        " targets; it returns one value a sample, or a dict of these"
+        "evaluate by your own function, too, module:function of outputs and targets"
     )
     patience: int | None = option(
         "stop after so many validations without a smaller loss; 0 = never; default: 5 for denoise",
         check="[0, inf)",
     )
     final: Literal["last", "best", "ema"] = option(
-        "test and save the network of the last step, of the smallest validation loss (best), or"
-        " the average of --ema, which is then validated too",
+        "test and save the last network, that of the smallest validation loss, or --ema's average",
         "last",
     )
     checkpoint_every: Every = option(

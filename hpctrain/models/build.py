@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.config.functions import Imported, import_function, is_of_timm, one_line
+from hpctrain.config.functions import Imported, import_function, one_line
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import Autoencoder, DigitsNet
@@ -49,7 +49,7 @@ def build(
         raise UsageError(f"--small-stem is for resnet18, resnet34, resnet50; --model is {name}")
     if name in NETWORKS:
         return NETWORKS[name](image_shape, classes, **({"small_stem": True} if small_stem else {}))
-    if is_of_timm(name):
+    if name.startswith("timm:"):
         model = make_of_timm(name, image_shape, classes)
     elif ":" in name:
         model = call(import_function(name, "--model"), image_shape, classes)
