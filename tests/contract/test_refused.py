@@ -33,6 +33,7 @@ BOUNDS = {
 SETTINGS = """
 --epochs 2.5
 --epochs '' | --epochs
+--images '' | --images
 --threads 100000
 --overlap 65
 --seed x
@@ -323,7 +324,6 @@ OWN = {
 }
 EXTERNAL = """
 --images z | z
---images '' | arrays.h5
 --images g | g
 --images x/y | x/y
 --images '{split}/x' | {split}/x
