@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import write_whole
-from hpctrain.report.fields import FIELDS, Record, encode_record, parse_record
+from hpctrain.report.fields import FIELDS, encode_record, parse_record
 from hpctrain.report.step_stats import Costs
 
 if TYPE_CHECKING:
@@ -222,19 +222,17 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
                 record = parse_record(line)
             except ValueError:
                 break  # the lines after it cannot be trusted
-            if line.endswith(b"\n") and not _is_recorded_again(record, step, epoch, validated):
+            match record["kind"]:
+                case "step" | "digest":
+                    is_kept = record["step"] <= step
+                case "epoch":
+                    is_kept = record["epoch"] <= epoch
+                case "evaluation":
+                    is_kept = record["split"] == "validation" and record["step"] <= validated
+                case "end":
+                    is_kept = record["status"] != "done"
+                case _:
+                    is_kept = True
+            if is_kept and line.endswith(b"\n"):
                 kept.append(line)
     write_whole(path, b"".join(kept))
-
-
-def _is_recorded_again(record: Record, step: int, epoch: int, validated: int) -> bool:
-    match record["kind"]:
-        case "step" | "digest":
-            return bool(record["step"] > step)
-        case "evaluation":
-            return record["split"] != "validation" or bool(record["step"] > validated)
-        case "epoch":
-            return bool(record["epoch"] > epoch)
-        case "end":
-            return bool(record["status"] == "done")
-    return False
