@@ -429,5 +429,5 @@ def time_of(record: Record) -> float | None:
     """Return when a record was made, in seconds since 1970; None if not recorded."""
     try:
         return datetime.fromisoformat(record["time"]).timestamp()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
