@@ -122,16 +122,16 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Snapshot:
-    """An asynchronous copy of a small tensor to the host."""
+    """An asynchronous copy of a small tensor to the host, and the event that it is `copied`."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, timing: bool = False) -> None:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._host.copy_(tensor, non_blocking=True)
-        self._copied = record_event(tensor.device)
+        self.copied = record_event(tensor.device, timing)
 
     def array(self) -> np.ndarray:
         """Wait for the copy; return it as an array of the tensor's shape."""
-        self._copied.synchronize()
+        self.copied.synchronize()
         return self._host.numpy()
 
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import zeros_for_messages
-from hpctrain.streams import Snapshot, record_event
+from hpctrain.streams import Snapshot
 
 ALIGNMENT = 64  # elements
 
@@ -122,25 +122,18 @@ class Totals(NamedTuple):
         """The mean of the samples' losses, weighted by class with --class-weights."""
         return self.loss / (self.weight or self.rows)
 
-
-SCALARS = Totals._fields[:-3]  # two sums, then counts
-
-
-class Report:
-    """The reduced message after the moments, being copied to the host."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self.ended = record_event(numbers.device, timing=True)  # complete once the copy is there
-        self._copy = Snapshot(numbers)
-
-    def totals(self) -> Totals:
-        """Wait for the copy and return the totals."""
-        numbers = self._copy.array()
+    @classmethod
+    def read(cls, reported: Snapshot) -> Totals:
+        """Return the totals that `Message.report` copies to the host, after waiting for them."""
+        numbers = reported.array()
         scalars: dict[str, Any] = dict(zip(SCALARS, numbers.tolist(), strict=False))
         for name in SCALARS[2:]:
             scalars[name] = round(scalars[name]) if math.isfinite(scalars[name]) else 0
         compute, data = numbers[len(SCALARS) : -1].reshape(-1, 2).T
-        return Totals(**scalars, compute=compute, data=data, own=float(numbers[-1]))
+        return cls(**scalars, compute=compute, data=data, own=float(numbers[-1]))
+
+
+SCALARS = Totals._fields[:-3]  # two sums, then counts
 
 
 class Message:
@@ -239,11 +232,10 @@ class Message:
         for name, number in (("correct", correct), ("rows", rows), ("irregular", irregular)):
             self.scalar[name].add_(number)
 
-    def set_flags(self, stop: bool, preempted: bool = False, save: bool = False) -> None:
-        """Request that all ranks stop, end preempted, or save a checkpoint, after this step."""
-        for name, asked in (("stop", stop), ("preempted", preempted), ("save", save)):
-            if asked:  # otherwise it is zero already, and no kernel is launched
-                self.scalar[name].fill_(1)
+    def request(self, *names: str) -> None:
+        """Request that all ranks "stop", end "preempted", or "save", after this step."""
+        for name in names:
+            self.scalar[name].fill_(1)
 
     def set_seconds(self, compute: float, data: float) -> None:
         """Set this rank's seconds of computation and of waiting for data, once per step."""
@@ -274,10 +266,10 @@ class Message:
         torch.logical_not(finite, out=self.skipped)
         return finite
 
-    def report(self) -> Report:
-        """Copy the reduced message after the moments to the host asynchronously."""
-        return Report(self._reported)
+    def report(self) -> Snapshot:
+        """Copy the reduced message after the moments to the host asynchronously; see `Totals`."""
+        return Snapshot(self._reported, timing=True)
 
     def totals(self) -> Totals:
         """Read the reduced message after the moments (synchronizes with the device)."""
-        return self.report().totals()
+        return Totals.read(self.report())

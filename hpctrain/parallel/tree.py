@@ -222,16 +222,20 @@ class TreeReduce(Reduce):
     def accumulate(self, shard: int) -> None:
         """Add the leaf of `shard` to the tree; the vector is zero for the next one."""
         while self._next < shard:  # of shards without samples
-            self._add_leaf(torch.zeros_like(self._vector))
+            self._add_leaf(None)
         self._add_leaf(self._vector)
 
-    def _add_leaf(self, leaf: torch.Tensor) -> None:
+    def _add_leaf(self, leaf: torch.Tensor | None) -> None:
+        """Add a leaf, or None, one of zeros: then rows of the stack are summed alone."""
         number = self._next - self._run.start
         place, count = self._heights[number] - 1, self._additions[number]
-        for part in reversed(self._stack[place : place + count]):
+        parts = self._stack[place : place + count]
+        if leaf is None:
+            leaf = parts.pop() if parts else self._stack[place].zero_()
+        for part in reversed(parts):
             leaf.add_(part)
         self._next += 1
-        if self._next < self._run.stop:
+        if self._next < self._run.stop and leaf is not self._stack[place]:
             self._stack[place].copy_(leaf)
             leaf.zero_()
 

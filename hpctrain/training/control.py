@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpctrain.cluster import job_end, received_signal
 from hpctrain.config import Config
@@ -35,15 +35,6 @@ LOOK_EVERY = 0.5  # seconds between checks of the file system
 SPARE = 5.0  # seconds added to the measured times
 #: A user's function of the record of a validation; a true result stops the run.
 OnEvaluation = Callable[[dict[str, Any]], object]
-
-
-class StepFlags(NamedTuple):
-    """Values that a rank sends to all others in a step's message."""
-
-    waited: float = 0.0  # seconds spent waiting for data
-    stop: bool = False
-    preempted: bool = False
-    save: bool = False  # a checkpoint is due
 
 
 class Control:
@@ -81,9 +72,10 @@ class Control:
             raise KeyboardInterrupt
         self._interrupted = True
 
-    def flags(self, waited: float, save: bool) -> StepFlags:
-        """Return the values that this rank sends to all others in its next step."""
-        return StepFlags(waited, self.asked(), self.preempted_by() is not None, save)
+    def requests(self, save: bool) -> list[str]:
+        """Return what this rank requests in its next step; see `Message.request`."""
+        found = {"stop": self.asked(), "preempted": self.preempted_by() is not None, "save": save}
+        return [name for name, asked in found.items() if asked]
 
     def asked(self) -> bool:
         """Whether the run is to stop. Checks for the STOP file at most twice a second."""

@@ -126,7 +126,7 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
     best = best_file(earlier.folder, state.best.step)
     if state.best.step and not on_root(run.comm, has_best, best, checkpoint.best):
         notes.append(f"{best} is gone: the best of what follows is kept")
-        state.best, state.best_loss = NOTHING, None
+        state.best = NOTHING
     return notes
 
 
@@ -169,6 +169,7 @@ def run_facts(run: Run) -> dict[str, object]:
     counts = [(len(each), len(set().union(*each))) for each in cores.values()]
     host_ranks, host_cores = max(counts, key=lambda count: count[0] / count[1])
     memory, memory_reason = memory_of(run.trainer.message.device)
+    transport = run.trainer.reduce.transport
     return {
         "name": run.folder.name,
         "folder": str(run.folder),
@@ -180,7 +181,9 @@ def run_facts(run: Run) -> dict[str, object]:
         "host_cores": host_cores,
         "shards": run.plan.shards,
         "device": run.facts.device,
-        **run.choices,
+        "transport": transport.name,
+        "transport_reason": transport.reason,
+        "init": dataclasses.asdict(run.init) if run.init else None,
         "memory": memory,
         "memory_reason": memory_reason,
         "overlap": run.config.overlap,

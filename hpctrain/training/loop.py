@@ -21,9 +21,9 @@ from hpctrain.data.split import Bad, describe_first
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.parallel.device import hardware_key
-from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed, allgather, minimum
-from hpctrain.streams import Event, record_event
+from hpctrain.parallel.message import Totals
+from hpctrain.parallel.mpi import agreed, allgather, is_equal_on_all, minimum
+from hpctrain.streams import Event, Snapshot, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.run import NO_SUMS, NonFinite, Run, Sums
@@ -40,7 +40,7 @@ class PendingStep(NamedTuple):
     rows: int
     rate: float
     since: Event  # the end of the step before, or of the work that followed it
-    report: Report
+    reported: Snapshot  # of the reduced message
     bad: Bad  # samples of this rank that cannot be used, up to this step of the epoch
 
 
@@ -72,11 +72,11 @@ def train_epochs(run: Run) -> None:
                         batch.images.fill_(torch.nan)
                 rows = plan.partition.total(number)
                 rate = learning_rate(run.config, plan, step - 1)
-                flags = run.control.flags(waited, run.writer.overdue())
+                requests = run.control.requests(run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
-                report = run.trainer.step(batches, rows, flags, wait, rate)
-                pending.append(PendingStep(step, rows, rate, since, report, bad))
-                since = report.ended
+                reported = run.trainer.step(batches, rows, rate, waited, requests, wait)
+                pending.append(PendingStep(step, rows, rate, since, reported, bad))
+                since = reported.copied
                 finish_step(run, pending)
                 fault("step.done")
                 if run.progress.ended:
@@ -193,10 +193,7 @@ def compare_ranks(run: Run) -> None:
     """
     state, comm = run.progress, run.comm
     own = run.trainer.checksums()
-    hashed = hashlib.sha256(repr(own).encode()).digest()
-    digest = int.from_bytes(hashed[:8], "big", signed=True)
-    smallest, largest = minimum(comm, digest, ~digest)
-    if smallest != ~largest:
+    if not is_equal_on_all(comm, own):
         held = allgather(comm, own)
         usual = max(held, key=held.count)
         odd = [rank for rank, each in enumerate(held) if each != usual]
@@ -210,7 +207,8 @@ def compare_ranks(run: Run) -> None:
             )
         )
     if state.compared < state.step:
-        run.recorder.write("digest", step=state.step, digest=hashed.hex()[:16])
+        hashed = hashlib.sha256(repr(own).encode()).hexdigest()
+        run.recorder.write("digest", step=state.step, digest=hashed[:16])
         state.compared = state.step
 
 
@@ -223,9 +221,9 @@ def record_step(run: Run, pending: PendingStep) -> bool:
     """
     state = run.progress
     doing(f"recording step {pending.step}")
-    totals = pending.report.totals()
+    totals = Totals.read(pending.reported)
     check(run, totals, pending)
-    state.step, seconds = pending.step, pending.since.elapsed_time(pending.report.ended) / 1000
+    state.step, seconds = pending.step, pending.since.elapsed_time(pending.reported.copied) / 1000
     figures: dict[str, Any] = {
         "epoch": state.epoch + 1,
         "step": state.step,

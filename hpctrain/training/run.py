@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from hpctrain.data.loader import Loader, Prepare
 from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
+from hpctrain.models import InitialWeights
 from hpctrain.parallel.mpi import Comm, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
@@ -44,6 +46,12 @@ class Reached(NamedTuple):
     step: int
     epoch: int
     figures: dict[str, float | None]
+
+    @property
+    def loss(self) -> float:
+        """The validation loss; infinite where none is known."""
+        loss = self.figures.get("validation_loss")
+        return math.inf if loss is None else loss
 
 
 NOTHING = Reached(0, 0, {})
@@ -75,7 +83,6 @@ class Progress:
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
     best: Reached = NOTHING  # the smallest loss of all validations
-    best_loss: float | None = None
     waited: int = 0  # validations since the best one
     sums: Sums = NO_SUMS  # of the current epoch
     final: Reached | None = None  # the network that was chosen: no more checkpoints are written
@@ -122,8 +129,8 @@ class Run:
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
-    choices: dict[str, object]  # the transport and the initial weights, for the record
-    notes: list[str]  # on these choices, for the user
+    init: InitialWeights | None  # with --init, unless the run is resumed
+    notes: list[str]  # for the user, on what was chosen
     progress: Progress = field(default_factory=Progress)
     # Opened for training
     folder: Path = field(init=False)

@@ -155,11 +155,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         trainer=trainer,
         loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
         prepare=prepare,
-        choices={
-            "transport": transport.name,
-            "transport_reason": transport.reason,
-            "init": dataclasses.asdict(init) if init else None,
-        },
+        init=init,
         notes=[str(text) for text in texts if text],
     )
 
@@ -290,17 +286,12 @@ def open_order(
     and offsets that this rank may need are read now and kept. Raises the same error on all ranks.
     """
 
-    def labels_of(samples: np.ndarray) -> np.ndarray:
-        return source.read_labels(samples)  # of the copy, once there is one
+    def order_of(split: Split) -> Order:
+        labels_of = split.read_labels if config.balanced_sampling else None
+        blocks = plan.block_rows, plan.window_blocks
+        return make_order(plan.shuffle, plan.partition, config.seed, *blocks, labels_of)
 
-    order = make_order(
-        plan.shuffle,
-        plan.partition,
-        config.seed,
-        plan.block_rows,
-        plan.window_blocks,
-        labels_of if config.balanced_sampling else None,
-    )
+    train, order = source, order_of(source)
     reach = order.reach(shards)
     if config.stage and not config.dry_run:
         needed = reach
@@ -309,11 +300,12 @@ def open_order(
         pack = stage(config.stage, source, needed, comm)
         source.close()
         with on_all(comm):
-            source = Split(pack, "train", verify=config.verify)
+            train = Split(pack, "train", verify=config.verify)
+        order = order_of(train)
         doing("setting up")  # replaces the last piece that was staged
     with on_all(comm):
-        source.hold(reach)
+        train.hold(reach)
         if isinstance(order, BalancedOrder):  # reads all labels of the shards
             for shard in shards:
                 order.classes(shard)
-    return source, order
+    return train, order

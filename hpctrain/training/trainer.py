@@ -23,16 +23,15 @@ from hpctrain.data.loader import Batch
 from hpctrain.models import as_bytes
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import hardware_key, seed_torch
-from hpctrain.parallel.message import Message, Report
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import check_equal_on_all, on_all
 from hpctrain.parallel.overlap import choose_reduce
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
-from hpctrain.streams import IN_FLIGHT, Clock
+from hpctrain.streams import IN_FLIGHT, Clock, Snapshot
 from hpctrain.tasks import Task
 from hpctrain.training.compute import make_backward
-from hpctrain.training.control import StepFlags
 from hpctrain.training.optimizer import (
     clip_gradient,
     gate_update,
@@ -67,14 +66,14 @@ class Trainer:
         with on_all(comm):
             groups = parameter_groups(model, config)
             self.message = message = Message(model, norms.channels, comm.rank, comm.size, groups)
-        alike = {
+        alike: dict[str, object] = {
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
         }
         fixed = (pair for pair in model.named_parameters() if not pair[1].requires_grad)
         for name, tensor in (*model.named_buffers(), *fixed):
-            alike[f"the model's {name}"] = str(int(tensor_checksum(tensor)))
+            alike[f"the model's {name}"] = int(tensor_checksum(tensor))
         if config.deterministic:
             alike["the kind of hardware"] = hardware_key(message.device)
         check_equal_on_all(comm, alike)
@@ -98,17 +97,18 @@ class Trainer:
         self,
         batches: list[Batch],
         total: int,
-        flags: StepFlags = StepFlags(),  # noqa: B008
-        before_waiting: Callable[[], None] = lambda: None,
         rate: float | None = None,
-    ) -> Report:
+        waited: float = 0.0,
+        requests: Sequence[str] = (),
+        before_waiting: Callable[[], None] = lambda: None,
+    ) -> Snapshot:
         """Update the weights from this rank's shards of a global batch. Collective.
 
         `total`: number of samples in the global batch. `rate`: learning rate (None = the
-        optimizer's). `flags` are sent in the message, and the report reads its totals on request.
-        `before_waiting` is called when this rank has finished its part. With class weights, the
-        gradients are rescaled to the sum of the weights of the samples' classes, by which torch's
-        cross_entropy divides.
+        optimizer's). The seconds that this rank `waited` for data and its `requests` are sent in
+        the message, of which the totals are returned, being copied to the host. `before_waiting` is
+        called when this rank has finished its part. With class weights, the gradients are rescaled
+        to the sum of the weights of the samples' classes, by which torch's cross_entropy divides.
 
         A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do
         the steps that follow before its totals are read.
@@ -130,9 +130,9 @@ class Trainer:
             if class_weights is not None:
                 message.scalar["weight"].add_(class_weights[batch.targets].sum())
             self.reduce.accumulate(batch.shard)
-        message.set_flags(flags.stop, flags.preempted, flags.save)
+        message.request(*requests)
         clock.mark()
-        message.set_seconds(clock.compute, flags.waited)
+        message.set_seconds(clock.compute, waited)
 
         before_waiting()
         self.reduce()  # the one communication of a step
@@ -146,10 +146,10 @@ class Trainer:
             clip_gradient(message.gradients, self.clip_norm)
         gate_update(self.optimizer, message.skipped)
         self.optimizer.step()
-        report = message.report()
+        reported = message.report()
         if self.averages:
             self.update_averages()
-        return report
+        return reported
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors that a run resumes from, by name, without copying.

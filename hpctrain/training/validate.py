@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,17 +35,16 @@ def validate(run: Run) -> None:
     if (result := evaluation(run, "validation")) is None:
         return
     state.validated = state.step
-    smallest = math.inf if state.best_loss is None else state.best_loss
-    if result.loss < smallest:
+    if result.loss < state.best.loss:
         state.best = Reached(state.step, state.epoch, dict(state.figures))
-        state.best_loss, state.waited = result.loss, 0
+        state.waited = 0
         with evaluated_network(run):
             tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
         run.writer.save_best(state.step, tensors, describe_network(run))
     else:
         state.waited += 1
     if patience and state.waited >= patience and not state.ended:
-        below = f"below the {smallest:.4g} of step {state.best.step}"
+        below = f"below the {state.best.loss:.4g} of step {state.best.step}"
         state.ended, state.reason = "done", f"{patience} validations without a loss {below}"
 
 

@@ -25,7 +25,7 @@ def main(folder: str, transport: str) -> None:
     if comm.rank == 0:
         make_pack(Path(folder) / "pack.h5", {"train": 224, "test": 16})
     comm.Barrier()
-    original, seen = Control.flags, []
+    original, seen = Control.requests, []
 
     def count(self: Control, *told: Any) -> Any:
         seen.append(emulated_gpu.counts())
@@ -34,7 +34,7 @@ def main(folder: str, transport: str) -> None:
     flags = {"model": "digits", "device": "cuda", "reduce": transport, "threads": 1, "run": "costs"}
     flags |= {"epochs": 2, "batch_size": 16, "progress": "none"}
     flags |= {"data": f"{folder}/pack.h5", "runs_dir": f"{folder}/runs"}
-    with mock.patch.object(Control, "flags", count):
+    with mock.patch.object(Control, "requests", count):
         hp.train(**flags)
     if comm.rank == 0:
         for before, after in itertools.pairwise(seen):

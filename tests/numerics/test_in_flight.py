@@ -123,13 +123,13 @@ def test_a_step_does_not_wait_for_the_device(comm, mode):
             message.add_gradients()
             irregular = norms.collect(message.moments, 6, 6 * comm.size)
             message.add_counts(loss, (output.argmax(1) == labels).sum(), 6, irregular)
-            message.set_flags(True)
+            message.request("stop")
             message.set_seconds(0.1, 0.2)
             reduce()
             norms.merge(message.moments, 6 * comm.size, message.finite(lasting=True))
             optimizer.step()
-            report = message.report()
+            message.report()
         with pytest.raises(AssertionError, match="_local_scalar_dense"):
             loss.item()
-    totals = report.totals()
+    totals = message.totals()
     assert totals.rows == 6 * comm.size and not totals.skipped and totals.stop == comm.size

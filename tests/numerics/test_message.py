@@ -105,7 +105,7 @@ def test_counts_and_flags_are_summed_and_the_loss_of_a_rank_is_not():
         message.zero()
         message.add_counts(torch.tensor(1.0), 2, 4)
         message.add_counts(torch.tensor(math.nan if rank == 1 else 2.0), rank, 4, rank)
-        message.set_flags(rank == 2, True, rank > 0)
+        message.request("preempted", *["stop"] * (rank == 2), *["save"] * (rank > 0))
     add_up(messages)
     totals = [message.totals() for message in messages]
     assert [total.own for total in totals] == [3.0, pytest.approx(math.nan, nan_ok=True), 3.0]

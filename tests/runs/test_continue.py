@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 import hpctrain as hp
 from tests.support import nets, ranks
@@ -425,6 +426,18 @@ def test_a_run_that_patience_ended_continues_when_extended_even_if_killed_at_onc
     assert launch(settings, epochs=3, leave="evaluation.begun").step == 6
     assert launch(settings, epochs=3).step == 6, "one more validation, which is no better"
     assert records(settings, "end")[-1]["status"] == "done"
+
+
+def test_the_reason_of_patience_does_not_outlive_an_extension(settings):
+    def halve(patch):
+        loss = functional.cross_entropy
+        patch.setattr(functional, "cross_entropy", lambda *two, **how: loss(*two, **how) / 2)
+
+    settings |= {**NEVER_BETTER, "validate_every": "2epochs", "patience": 1}
+    assert launch(settings, epochs=4).step == 28
+    assert "1 validations without a loss" in records(settings, "end")[-1]["reason"]
+    assert launch(settings, epochs=5, first=halve).step == 35
+    assert records(settings, "end")[-1]["reason"] is None
 
 
 def damage_the_best(comm, settings):

@@ -11,11 +11,11 @@ from tests.support.api import Control
 @contextlib.contextmanager
 def leave_after(*steps: int):
     """Within this block, each rank votes for leaving in these steps, the first of which is 1."""
-    original, begun = Control.flags, []
+    original, begun = Control.requests, []
 
-    def flags(self, *told):
+    def requests(self, *told):
         begun.append(None)
-        return original(self, *told)._replace(preempted=len(begun) in steps)
+        return [*original(self, *told), *["preempted"] * (len(begun) in steps)]
 
-    with mock.patch.object(Control, "flags", flags):
+    with mock.patch.object(Control, "requests", requests):
         yield
