@@ -38,7 +38,7 @@ def program() -> int:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:  # Python looks for every module in the current folder first
-        here = sys.path.pop(0)  # own functions are imported from it (config/imports.py)
+        here = sys.path.pop(0)  # own functions are imported from it (config/functions.py)
         if __file__ == f"{here}/hpctrain/__main__.py":
             sys.path.append(here)
     sys.exit(program())

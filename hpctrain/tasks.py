@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,16 +49,6 @@ def network_output(model: Callable[[Tensor], Tensor], inputs: Tensor, precision:
     return output.float() if output.dtype == torch.bfloat16 else output
 
 
-class Functions(NamedTuple):
-    """The functions of a task that are the user's own."""
-
-    loss: Imported | None = None
-    metric: Imported | None = None
-
-
-NONE = Functions()
-
-
 @dataclass(frozen=True)
 class Classification:
     """Cross-entropy over classes; the target of an image is its label."""
@@ -67,7 +57,8 @@ class Classification:
     label_smoothing: float = 0.0
     classes: int = 0  # of the confusion matrix
     weights: Tensor | None = None  # (classes,) of the classes in the loss; None = all alike
-    own: Functions = NONE  # the user's
+    loss: Imported | None = None  # the user's own
+    metric: Imported | None = None  # the user's own
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the images and their labels."""
@@ -87,8 +78,8 @@ class Classification:
             weighted = self._loss(scores, targets, self.weights)
             total = self.weights[targets].sum()
             sums = {"loss": _sums(weighted, total), "unweighted_loss": sums["loss"]}
-        if self.own.metric:
-            found = compute_metric(self.own.metric, scores, targets)
+        if self.metric:
+            found = compute_metric(self.metric, scores, targets)
             sums |= {name: figure.sum(1) for name, figure in found.items()}
         answers = scores.argmax(1)
         probabilities = scores.softmax(1).gather(1, answers[:, None]).squeeze(1)
@@ -98,8 +89,8 @@ class Classification:
         self, scores: Tensor, targets: Tensor, weights: Tensor | None, smoothing: float = 0.0
     ) -> Tensor:
         """Return the sum of the samples' losses, weighted by class if there are `weights`."""
-        if self.own.loss:
-            losses = compute_losses(self.own.loss, scores, targets)
+        if self.loss:
+            losses = compute_losses(self.loss, scores, targets)
             return (losses if weights is None else losses * weights[targets]).sum()
         return F.cross_entropy(scores, targets, weights, reduction="sum", label_smoothing=smoothing)
 
@@ -111,7 +102,8 @@ class Denoising:
     precision: str = "fp32"
     noise: str = "salt-pepper"
     level: float = 0.1
-    own: Functions = NONE  # the user's
+    loss: Imported | None = None  # the user's own
+    metric: Imported | None = None  # the user's own
     classes, weights = 0, None  # no confusion matrix, nothing to weigh
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
@@ -128,15 +120,15 @@ class Denoising:
         restored = network_output(model, inputs, self.precision)
         losses = {"loss": self._loss(restored, targets), "noisy": self._loss(inputs, targets)}
         sums = {name: _sums(loss, len(targets)) for name, loss in losses.items()}
-        if self.own.metric:
-            found = compute_metric(self.own.metric, restored, targets)
+        if self.metric:
+            found = compute_metric(self.metric, restored, targets)
             sums |= {name: figure.sum(1) for name, figure in found.items()}
         return sums
 
     def _loss(self, images: Tensor, clean: Tensor) -> Tensor:
         """Return the sum of the samples' losses, by default their mean squared errors."""
-        if self.own.loss:
-            return compute_losses(self.own.loss, images, clean).sum()
+        if self.loss:
+            return compute_losses(self.loss, images, clean).sum()
         return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
 
 
@@ -168,17 +160,24 @@ def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
     return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)
 
 
-def make_task(settings: Mapping[str, Any], classes: int, like: Tensor, own: Functions) -> Task:
+def make_task(
+    settings: Mapping[str, Any],
+    classes: int,
+    like: Tensor,
+    loss: Imported | None = None,
+    metric: Imported | None = None,
+) -> Task:
     """Make the task for `classes` classes, as a configuration or a file's metadata describe it.
 
     The task computes on the device and in the dtype of `like`, a parameter of the network. Its
-    loss is hpctrain's unless `own` has another, whatever the settings name.
+    loss is hpctrain's unless another is given, whatever the settings name.
     """
     precision = settings["precision"]
     if settings["task"] == "denoise":
-        return Denoising(precision, settings["noise"], settings["noise_level"], own)
+        return Denoising(precision, settings["noise"], settings["noise_level"], loss, metric)
     weights = like.new_tensor(given) if (given := settings["class_weights"]) else None
-    return Classification(precision, settings.get("label_smoothing", 0.0), classes, weights, own)
+    smoothing = settings.get("label_smoothing", 0.0)
+    return Classification(precision, smoothing, classes, weights, loss, metric)
 
 
 def output_shape(task: str, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
@@ -257,13 +256,11 @@ def augment_by(own: Imported, prepare: Prepare, images: Tensor, key: int) -> Ten
     wanted, strides = (images.shape, images.dtype, images.device), images.stride()
     found = call(own, images, generator)
     if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != wanted:
-        (n, *shape), dtype, device = wanted
-        text = f"{dtype} on {device}, shape {(n, *shape)}"
+        text = f"{wanted[1]} on {wanted[2]}, shape {tuple(wanted[0])}"
         raise UsageError(f"{own.setting} must return images like those that it is given: {text}")
     if found.stride() != strides:  # convolutions read the memory format of the network
-        found = torch.empty_strided(wanted[0], strides, dtype=wanted[1], device=wanted[2]).copy_(
-            found
-        )
+        empty = torch.empty_strided(wanted[0], strides, dtype=wanted[1], device=wanted[2])
+        return empty.copy_(found)
     return found
 
 
@@ -275,7 +272,7 @@ def check_task(task: Task, model: nn.Module, inputs: Tensor, targets: Tensor) ->
 
     Raises UsageError that names the function. Model and torch's generators are restored.
     """
-    loss, metric = task.own
+    loss, metric = task.loss, task.metric
     if not loss and not metric:
         return
     with evaluating(model), torch.no_grad(), fork_rng(inputs.device):

@@ -35,7 +35,7 @@ from hpctrain.parallel.mpi import Comm, agreed, allgather, fair_threads, on_all,
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.transport import open_device
 from hpctrain.report.results import Confusion, print_evaluation, write_json
-from hpctrain.tasks import ANSWERS, TAKEN, Functions, import_own
+from hpctrain.tasks import ANSWERS, TAKEN, import_own
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started
 
@@ -126,15 +126,15 @@ def evaluate(
     of_blocks = [each for part in parts for each in part[0]]
     if len(of_blocks) < blocks:
         return None
+    if (own := task.metric) and len({frozenset(each) for each in of_blocks}) > 1:
+        text = "did not give the same figures for each part of the split"
+        raise agreed(UsageError(f"{own.setting} {text}"))
     if task.classes:
         summed = counts.counts.astype(np.float64)  # exact up to 2^53 samples
         allreduce(comm, summed)
         counts.counts = summed.astype(np.int64)
     figures = {}
     for name in of_blocks[0]:
-        if any(each.keys() != of_blocks[0].keys() for each in of_blocks):
-            text = "did not give the same figures for each part of the split"
-            raise agreed(UsageError(f"{task.own.metric and task.own.metric.setting} {text}"))
         total, weight = map(math.fsum, zip(*(each[name] for each in of_blocks), strict=True))
         figures[name] = total / weight if weight else math.nan
     return Evaluation(
@@ -159,7 +159,6 @@ def main(settings: EvaluateConfig) -> int:
     """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
     comm = start_mpi()
     started("reading the network")
-
     evaluate_saved(settings, comm, printed=True)
     return 0
 
@@ -216,9 +215,9 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
         named = {} if settings.loss else {"loss": loss}
         named |= {} if settings.metric else {"metric": metric}
         require_trust(named, path, settings.trust_code)
-        own = Functions(import_own(loss, "--loss"), import_own(metric, "--metric"))
+        own, figures = import_own(loss, "--loss"), import_own(metric, "--metric")
         source = Split(pack, settings.split)
-    inference = inference._replace(task=replace(inference.task, own=own))
+    inference = inference._replace(task=replace(inference.task, loss=own, metric=figures))
     # With algorithms chosen by timing, the figures would depend on the ranks.
     with source, torch_settings(inference.task.precision, benchmark=False):
         result = evaluate(inference, source, comm, kept=settings.mistakes)

@@ -37,7 +37,7 @@ from hpctrain.parallel.device import choose_device, fork_rng, place, seed_torch,
 from hpctrain.plan import Plan
 from hpctrain.report import find
 from hpctrain.streams import Event, Upload, copy_to_device, copy_to_host
-from hpctrain.tasks import NONE, Task, make_task
+from hpctrain.tasks import Task, make_task
 from hpctrain.text import say
 from hpctrain.watchdog import doing
 
@@ -228,7 +228,7 @@ class TrainedNetwork:
         self.metadata: dict[str, Any] = known
         like, scaling = next(model.parameters()), known["mean"] and (known["mean"], known["std"])
         settings["precision"] = precision or known["precision"]
-        task = make_task(settings, len(classes), like, NONE)
+        task = make_task(settings, len(classes), like)
         prepare = make_prepare(device, like.dtype, last, scaling)
         self.inference = Inference(model, task, prepare, rows or known["evaluation_rows"])
 

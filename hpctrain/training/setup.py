@@ -39,7 +39,6 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.transport import open_device, open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.tasks import (
-    Functions,
     augment_by,
     check_augment,
     import_own,
@@ -94,8 +93,8 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     precision = begun.precision if begun else config.precision
     resolved = {"precision": precision, "class_weights": weights}
     with on_all(comm):
-        own = Functions(import_own(config.loss, "--loss"), import_own(config.metric, "--metric"))
-        task = make_task({**vars(config), **resolved}, len(pack.classes), like, own)
+        own = import_own(config.loss, "--loss"), import_own(config.metric, "--metric")
+        task = make_task({**vars(config), **resolved}, len(pack.classes), like, *own)
         scaling, why = choose_scaling(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
     prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
