@@ -1,7 +1,4 @@
-"""Start ranks from a program, and end them: used by sweep, supervise, scripts and tests.
-
-SIGUSR2, which launchers forward to all ranks, asks them to save and exit with 75.
-"""
+"""Start ranks from a program, and end them: used by sweep, supervise, scripts and tests."""
 
 from __future__ import annotations
 
@@ -117,7 +114,6 @@ def end(*processes: subprocess.Popen[bytes]) -> None:
     """
 
     def send(number: int) -> bool:
-        """Send a signal (0: none). Return whether any process is left."""
         left = False
         for process in processes:
             process.poll()  # a zombie would count
@@ -153,9 +149,8 @@ class LaunchRecord:
 
 
 def last_error_line(text: str) -> str:
-    """Return the line of a failed job's output that shows why it failed.
-
-    It is the last line with an error, else the last one with a signal, else the last line.
+    """Return the line of a failed job's output that shows why: the last one with an error, else
+    the last one with a signal, else the last one.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
     for pattern in (ERROR, SIGNAL):

@@ -191,7 +191,7 @@ class Supervisor:
                 if self._is_ended_by_user():
                     name = self._signals[0][0].name
                     tell(f"{name}: the run saves and ends; once more ends it at once")
-                process.send_signal(signal.SIGUSR2)
+                process.send_signal(signal.SIGUSR2)  # launchers forward it to all ranks
             if launch.is_repeated(self._signals):
                 launch.end(process)
             elif not checked and time.monotonic() > until:

@@ -273,7 +273,7 @@ class Training:
         """
         if what == "preempt" and self.requested in ("", "stop"):
             self.requested = what
-            self.process.send_signal(signal.SIGUSR2)
+            self.process.send_signal(signal.SIGUSR2)  # launchers forward it to all ranks
         elif not self.requested and self.run.is_dir():
             self.requested = what
             request_stop(self.run)
@@ -315,6 +315,7 @@ class Training:
             texts += [f"{split} {value}"] if value else []
         texts += [f"{history.seconds:.0f} s"] if texts else []
         texts += [self.reason] if self.reason else []
+        texts += [f"see {self.run}.log"] if self.status == "failed" else []
         return self.network.name, self.status, ", ".join(texts)
 
 
