@@ -88,24 +88,6 @@ def efficiency(
     return seconds / (compute + exposed(reduce, compute, segments))
 
 
-def rows(options: argparse.Namespace) -> list[list[str]]:
-    """Return the lines of the table, each as its cells."""
-    link = Link(options.latency / 1e6, options.bandwidth * 1e9)
-    spread = options.spread / 100
-    found = []
-    for ranks in options.ranks:
-        cells = [f"{ranks:,}", f"{slowest(options.step_time, spread, ranks):.4g}"]
-        overlap = options.overlap
-        ways = (ring, 1), (ring, overlap), (tree, 1), (tree, overlap), (bfloat16, 1)
-        for way, segments in ways:
-            traffic = way(options.parameters, ranks)
-            share = efficiency(options.step_time, spread, link, traffic, ranks, segments)
-            sent = f" ({traffic.messages:,}, {traffic.bytes / 1e6:.0f} MB)" if segments == 1 else ""
-            cells.append(f"{100 * share:.1f} %{sent}")
-        found.append(cells)
-    return found
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Print a table with a line for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -118,15 +100,22 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--overlap", type=int, default=2, help="segments of the gradients (default: 2)")
     add("--ranks", type=int, nargs="+", default=RANKS, help="default: 8 to 16,384")
     options = parser.parse_args(words)
-    for name in ("step_time", "parameters", "bandwidth", "overlap"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if options.spread < 0 or options.latency < 0 or min(options.ranks) < 1:
-        parser.error("--spread and --latency must be 0 or more, --ranks 1 or more")
+    if min(options.step_time, options.parameters, options.bandwidth, options.overlap) <= 0:
+        parser.error("--step-time, --parameters, --bandwidth and --overlap must be above 0")
+    link, spread = Link(options.latency / 1e6, options.bandwidth * 1e9), options.spread / 100
     print("Efficiency by the model (messages and bytes that a rank sends in a step)")
     heads = ["ranks", "slowest, s", "ring", "overlapped", "tree order", "overlapped", "bf16"]
-    for cells in (heads, *rows(options)):
-        widths = (7, 12, 26, 12, 23, 12, 26)
+    widths = (7, 12, 26, 12, 23, 12, 26)
+    print("".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+    overlap = options.overlap
+    for ranks in options.ranks:
+        cells = [f"{ranks:,}", f"{slowest(options.step_time, spread, ranks):.4g}"]
+        ways = (ring, 1), (ring, overlap), (tree, 1), (tree, overlap), (bfloat16, 1)
+        for way, segments in ways:
+            traffic = way(options.parameters, ranks)
+            share = efficiency(options.step_time, spread, link, traffic, ranks, segments)
+            sent = f" ({traffic.messages:,}, {traffic.bytes / 1e6:.0f} MB)" if segments == 1 else ""
+            cells.append(f"{100 * share:.1f} %{sent}")
         print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
 
 

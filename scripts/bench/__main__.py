@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.errors import Failure
-from hpctrain.report.console import Console
 from scripts.bench.against import compare_packages
-from scripts.bench.harness import machine_lines
+from scripts.bench.harness import print_machine
 from scripts.bench.reading import measure_data
 from scripts.bench.training import compare_training, measure_tree
 
@@ -39,12 +38,10 @@ def main() -> int:
     run = CASES[options.case]
     if options.against:
         run = partial(compare_packages, commit=options.against)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for line in machine_lines():
-        console.print(line)
+    print_machine()
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
         try:
-            run(options, Path(folder), console.print)
+            run(options, Path(folder))
         except Failure as error:
             print(f"bench: {error}", file=sys.stderr)
             return error.exit_code

@@ -25,8 +25,7 @@ import numpy as np
 from hpctrain import launch
 from hpctrain.errors import UsageError
 from scripts.bench import reading, training
-from scripts.bench.harness import Rates, Show, measure, python, run_job, steps_rate
-from scripts.bench.harness import table as draw
+from scripts.bench.harness import Rates, measure, print_table, python, run_job, steps_rate
 
 CACHE = Path.home() / ".cache" / "hpctrain-bench"
 FIGURES = "images/s", "CPU s", "CPU ms per step", "MiB", "messages per step", "bytes per step"
@@ -94,8 +93,8 @@ class Package(NamedTuple):
         return "scripts.bench.reading" if has_bench else "scripts.benchmarks.data"
 
 
-def compare_packages(options: Namespace, folder: Path, show: Show, commit: str) -> None:
-    """Measure the case with both packages; show the ratios of the new one to that of `commit`."""
+def compare_packages(options: Namespace, folder: Path, commit: str) -> None:
+    """Measure the case with both packages; print the ratios of the new one to that of `commit`."""
     measured = dict.fromkeys(("digits", "resnet50", "tree"), time_training)
     measured["data"] = time_reading
     if options.case not in measured:
@@ -104,7 +103,7 @@ def compare_packages(options: Namespace, folder: Path, show: Show, commit: str) 
     packages.append(Package(commit, extract(commit), folder / "old"))
     for package in packages:
         package.folder.mkdir()
-    measured[options.case](options, packages, show)
+    measured[options.case](options, packages)
 
 
 def extract(commit: str) -> Path:
@@ -124,8 +123,8 @@ def extract(commit: str) -> Path:
     return tree
 
 
-def time_training(options: Namespace, packages: list[Package], show: Show) -> None:
-    """Show images/s, CPU seconds, peak memory, messages and bytes of training."""
+def time_training(options: Namespace, packages: list[Package]) -> None:
+    """Print images/s, CPU seconds, peak memory, messages and bytes of training."""
     by_name = {package.name: package for package in packages}
     figures: dict[str, Rates] = {unit: {name: [] for name in by_name} for unit in FIGURES}
     if options.case == "resnet50" and options.data is None:
@@ -160,14 +159,14 @@ def time_training(options: Namespace, packages: list[Package], show: Show) -> No
             figures[unit][name].append(float(figure))
         return speed
 
-    measure(by_name, options.rounds, rate, show)
+    measure(by_name, options.rounds, rate)
     compared = {"new": {"new / old": packages[1].name}}
     for unit, rates in figures.items():
-        show(draw(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared, unit))
+        print_table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared, unit)
 
 
-def time_reading(options: Namespace, packages: list[Package], show: Show) -> None:
-    """Show images/s of the readers of both packages."""
+def time_reading(options: Namespace, packages: list[Package]) -> None:
+    """Print images/s of the readers of both packages."""
     source = os.path.abspath(options.data) if options.data else None
     make = f"make_files(pathlib.Path(), {source!r})"
     for package in packages:
@@ -181,7 +180,7 @@ def time_reading(options: Namespace, packages: list[Package], show: Show) -> Non
         package.run(*python(package.readers, name, "raw.h5", "rate"))
         return float((package.folder / "rate").read_text())
 
-    rates = measure(jobs, options.rounds, rate, show)
+    rates = measure(jobs, options.rounds, rate)
     old = packages[1].name
     compared = {f"{name}: new": {"new / old": f"{name}: {old}"} for name in readers}
-    show(draw("Images of 100x100x3 on one core", rates, compared))
+    print_table("Images of 100x100x3 on one core", rates, compared)

@@ -10,25 +10,21 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from hpctrain import __version__, launch
 from hpctrain.errors import RunError
 from hpctrain.parallel.device import processor_name
+from hpctrain.report.history import time_of
 
 JOB_LIMIT = 1800.0  # seconds
 FEWEST_ROUNDS = 3  # for results to be quoted
 
 Rates = dict[str, list[float]]  # contestant -> its rate in each round
-Show = Callable[[object], object]
 
 
 def run_job(
@@ -67,26 +63,17 @@ def python(*words: str, ranks: int = 0) -> list[str]:
 
 def steps_rate(steps: list[dict[str, Any]], warm: int) -> float:
     """Return images/s by wall-clock time, from the end of step `warm` to that of the last step."""
-    elapsed = timestamp(steps[-1]) - timestamp(steps[warm - 1])
-    return float(sum(step["rows"] for step in steps[warm:]) / elapsed)
+    began, ended = (time_of(steps[number]) or 0.0 for number in (warm - 1, -1))
+    return float(sum(step["rows"] for step in steps[warm:]) / (ended - began))
 
 
-def timestamp(record: dict[str, Any]) -> float:
-    """Return when a record was made, in seconds since 1970."""
-    return datetime.fromisoformat(record["time"]).timestamp()
-
-
-def measure(
-    names: Iterable[str], rounds: int, run: Callable[[str], float], show: Callable[[str], object]
-) -> Rates:
-    """Measure each contestant once per round by `run`; pass a line on each result to `show`."""
+def measure(names: Iterable[str], rounds: int, run: Callable[[str], float]) -> Rates:
+    """Measure each contestant once per round by `run`; print each result."""
     rates: Rates = {name: [] for name in names}
     for number in range(rounds):
         for name, figures in rates.items():
-            began = time.perf_counter()
             figures.append(run(name))
-            job = f"job {time.perf_counter() - began:.1f} s"
-            show(f"round {number + 1} of {rounds}  {name}: {number_text(figures[-1])} ({job})")
+            print(f"round {number + 1} of {rounds}  {name}: {figures[-1]:,.2f}", flush=True)
     return rates
 
 
@@ -95,41 +82,26 @@ def ratio(rates: Rates, name: str, other: str) -> float:
     return median(rates[name]) / median(rates[other])
 
 
-def table(
+def print_table(
     title: str, rates: Rates, compared: Mapping[str, Mapping[str, str]], unit: str = "images/s"
-) -> Table:
-    """Return a table of median, range and ratios of each contestant.
+) -> None:
+    """Print median, range and ratios of each contestant.
 
-    ``compared[name][heading]`` is the contestant by whose median that of `name` is divided in the
-    column `heading`.
+    ``compared[name][heading]`` is the contestant by whose median that of `name` is divided.
     """
     rounds = min(map(len, rates.values()))
-    made = Table(title=f"{title}, median of {rounds} round(s)")
-    if rounds < FEWEST_ROUNDS:
-        made.caption = f"fewer than {FEWEST_ROUNDS} rounds: not to be quoted"
-    headings = list(dict.fromkeys(heading for peers in compared.values() for heading in peers))
-    made.add_column("", no_wrap=True)
-    for heading in (unit, "min - max", *headings):
-        made.add_column(heading, justify="right", no_wrap=True)
+    few = "" if rounds >= FEWEST_ROUNDS else ": too few to be quoted"
+    print(f"\n{title}, {unit}, median of {rounds} round(s){few}")
     for name, figures in rates.items():
-        spread = f"{number_text(min(figures))} - {number_text(max(figures))}"
-        peers = [compared.get(name, {}).get(heading) for heading in headings]
-        ratios = [f"{ratio(rates, name, peer):.3f}" if peer in rates else "" for peer in peers]
-        made.add_row(name, number_text(median(figures)), spread, *ratios)
-    return made
+        spread = f"({min(figures):,.2f} - {max(figures):,.2f})"
+        peers = {head: peer for head, peer in compared.get(name, {}).items() if peer in rates}
+        ratios = "".join(f"  {head} {ratio(rates, name, peer):.3f}" for head, peer in peers.items())
+        print(f"{name:44}{median(figures):14,.2f} {spread:28}{ratios}", flush=True)
 
 
-def number_text(number: float) -> str:
-    """Format a number: an integer from 100 on, with one decimal from 10 on, else with two."""
-    decimals = 0 if number >= 100 else 1 if number >= 10 else 2
-    return f"{number:,.{decimals}f}"
-
-
-def machine_lines() -> list[str]:
-    """Return lines on processor, cores, load and versions, without which results mean little."""
+def print_machine() -> None:
+    """Print processor, cores, load and versions, without which results mean little."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "mpi4py", "h5py"))
-    load = os.getloadavg()[0]
-    return [
-        f"{processor_name()}, {len(os.sched_getaffinity(0))} cores allowed, load {load:.1f} before",
-        f"hpctrain {__version__}, Python {platform.python_version()}, {versions}",
-    ]
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    print(f"{processor_name()}, {cores} cores allowed, load {load:.1f} before")
+    print(f"hpctrain {__version__}, Python {platform.python_version()}, {versions}", flush=True)

@@ -38,7 +38,7 @@ from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.packing.make import make_pack
 from hpctrain.parallel.device import keep_memory
-from scripts.bench.harness import Show, measure, python, run_job, table
+from scripts.bench.harness import measure, print_table, python, run_job
 from scripts.bench.peers import H5Images
 
 FILES, CLASSES, SIDE = 2000, 5, 100  # number of image files; pixels of packed images
@@ -53,7 +53,7 @@ LOADER, LOADER_2 = "DataLoader over h5py, 0 workers", "DataLoader over h5py, 2 w
 Reader = Callable[[Path], Iterator[int]]  # pack -> image count of each epoch, endless
 
 
-def measure_data(options: Namespace, folder: Path, show: Show) -> None:
+def measure_data(options: Namespace, folder: Path) -> None:
     """Measure all readers and print the table."""
     make_files(folder, options.data)
 
@@ -62,9 +62,9 @@ def measure_data(options: Namespace, folder: Path, show: Show) -> None:
         run_job(python("scripts.bench.reading", *words), name)
         return float((folder / "rate").read_text())
 
-    rates = measure(READERS, options.rounds, run, show)
+    rates = measure(READERS, options.rounds, run)
     compared = {name: {"/ DataLoader": LOADER} for name in READERS if name != LOADER}
-    show(table("Images of 100x100x3 on one core", rates, compared))
+    print_table("Images of 100x100x3 on one core", rates, compared)
 
 
 def make_files(folder: Path, source: str | None) -> None:

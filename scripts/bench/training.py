@@ -28,8 +28,9 @@ from hpctrain.data.pack import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.packing.builtin import locate
+from hpctrain.report.history import time_of
 from hpctrain.report.record import read_records
-from scripts.bench.harness import Show, measure, python, run_job, steps_rate, table, timestamp
+from scripts.bench.harness import measure, print_table, python, run_job, steps_rate
 from scripts.bench.peers import TrainingJob
 
 FORMATS = {  # precision, channels_last
@@ -47,7 +48,7 @@ IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of generated images
 START_RANKS, TREE_RANKS = 4, (1, 2, 4)
 
 
-def compare_training(options: Namespace, folder: Path, show: Show) -> None:
+def compare_training(options: Namespace, folder: Path) -> None:
     """Measure images/s of hpctrain, of the limit and of DDP in each format, and the first step."""
     work = make_job(options, folder)
     commands = make_commands(replace(work, folder=str(folder / "job")), options.ranks)
@@ -59,18 +60,19 @@ def compare_training(options: Namespace, folder: Path, show: Show) -> None:
         shutil.rmtree(folder / "job")
         return rate
 
-    rates = measure(commands, options.rounds, run, show)
+    rates = measure(commands, options.rounds, run)
     compared = {}
     for name in commands:
         form = name.rpartition(", ")[2]
         peers = {"/ DataLoader": f"{LOADER}, {PLAIN}", "/ DDP": f"{DDP}, {form}"}
         peers["/ limit"] = f"{LIMIT}, {form}"
         compared[name] = {head: other for head, other in peers.items() if other != name}
-    show(table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared))
+    print_table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared)
     if options.case == "digits":
         began = time.time()
         steps = train(folder / "start", START_RANKS, "--data", work.data, "--epochs", "1")
-        show(f"{timestamp(steps[0]) - began:.1f} s from mpirun -n {START_RANKS} to the first step")
+        seconds = (time_of(steps[0]) or 0) - began
+        print(f"{seconds:.1f} s from mpirun -n {START_RANKS} to the first step")
 
 
 def make_job(options: Namespace, folder: Path) -> TrainingJob:
@@ -141,7 +143,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [record for record in read_records(run) if record["kind"] == "step"]
 
 
-def measure_tree(options: Namespace, folder: Path, show: Show) -> None:
+def measure_tree(options: Namespace, folder: Path) -> None:
     """Measure the milliseconds of a step, in tree order and by a plain Allreduce."""
     pack = str(locate(options.data or "digits", options.cache_dir))
     flags = ["--data", pack, "--model", "digits", "--batch-size", str(DIGITS_BATCH)]
@@ -157,9 +159,9 @@ def measure_tree(options: Namespace, folder: Path, show: Show) -> None:
         steps = train(folder / f"{name} {time.time()}", ranks, *flags, *more)
         return 1000 * DIGITS_BATCH / steps_rate(steps, len(steps) // DIGITS_EPOCHS)
 
-    found = measure(ways, options.rounds, step, show)
+    found = measure(ways, options.rounds, step)
     compared = {
         f"{ranks} ranks, tree order": {"/ Allreduce": f"{ranks} ranks, Allreduce"}
         for ranks in TREE_RANKS
     }
-    show(table(f"digits, global batch size {DIGITS_BATCH}, a step", found, compared, "ms"))
+    print_table(f"digits, global batch size {DIGITS_BATCH}, a step", found, compared, "ms")

@@ -55,4 +55,4 @@ def test_the_table_of_the_documentation(capsys):
 def test_a_wrong_option_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--step-time", "0", "--latency", "2", "--bandwidth", "25"])
-    assert "--step-time must be above 0" in capsys.readouterr().err
+    assert "--step-time, " in capsys.readouterr().err
