@@ -12,7 +12,6 @@ warm-up: rank r writes its rows and seconds to FOLDER/rank{r}.json.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -53,11 +52,6 @@ class TrainingJob:
     precision: str = "fp32"  # or bf16
     channels_last: bool = False
     folder: str = ""  # for rank0.json ...
-
-    @property
-    def words(self) -> list[str]:
-        """The command of one rank, after ``python -m``."""
-        return ["scripts.bench.peers", json.dumps(dataclasses.asdict(self))]
 
 
 def train(job: TrainingJob) -> None:

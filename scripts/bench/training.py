@@ -17,7 +17,7 @@ import json
 import shutil
 import time
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
         for form in (PLAIN,) if mode == "loader" else FORMATS:
             precision, last = FORMATS[form]
             peer = replace(job, mode=mode, precision=precision, channels_last=last)
-            found[f"{who}, {form}"] = python(*peer.words, ranks=ranks)
+            words = ["scripts.bench.peers", json.dumps(asdict(peer))]
+            found[f"{who}, {form}"] = python(*words, ranks=ranks)
     return found
 
 
