@@ -35,7 +35,7 @@ EXTRAS = {
     "plot": ["matplotlib"],
     "timm": ["timm>=1.0"],  # --model timm:NAME
     "tensorboard": ["tensorboard"],
-    "watch": ["textual>=1.0"],
+    "watch": ["plotext>=5.3,<6"],
     "test": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
@@ -46,7 +46,7 @@ EXTRAS = {
         "mypy>=1.14",
         "tensorboard",
         "matplotlib",
-        "textual>=1.0",
+        "plotext>=5.3,<6",
         "onnx",
         "onnxruntime",
         "onnxscript",

@@ -12,8 +12,8 @@ from hpctrain.errors import UsageError
 from hpctrain.report.console import dumb_terminal
 from hpctrain.report.find import all_names
 from hpctrain.text import say
-from hpctrain.watch.drawing import status_line
 from hpctrain.watch.runs import WatchedRuns
+from hpctrain.watch.table import status_line, table
 
 
 def main(settings: WatchConfig) -> int:
@@ -31,24 +31,22 @@ def main(settings: WatchConfig) -> int:
         from hpctrain.watch.web import serve
 
         return serve(runs, settings.port)
-    if (
-        settings.once
-        or not settings.targets
-        or not sys.stdout.isatty()
-        or not sys.stdin.isatty()
-        or dumb_terminal()
-    ):
-        return print_once(runs)
-    from hpctrain.watch.terminal import show
+    is_terminal = sys.stdout.isatty() and not dumb_terminal()
+    if is_terminal and sys.stdin.isatty() and settings.targets and not settings.once:
+        from hpctrain.watch.terminal import show
 
-    return show(runs)
-
-
-def print_once(runs: WatchedRuns) -> int:
-    """Print one line per run."""
+        return show(runs)
     runs.poll()
-    for run in runs.all():
-        say(status_line(run.summary()))
-    if not runs.all():
+    if not runs.all:
         say("no run has begun yet")
+    elif is_terminal:
+        from hpctrain.report.console import make_console
+        from hpctrain.watch.terminal import table_of
+
+        summaries, console = runs.summaries(), make_console()
+        columns, rows = table(summaries)
+        console.print(table_of(columns, list(zip(summaries, rows, strict=True)), console.width))
+    else:
+        for run in runs.summaries():
+            say(status_line(run))
     return 0

@@ -1,14 +1,17 @@
-"""The watched runs: the summary of each, common to all displays, and whether it is alive.
+"""The watched runs: what is displayed of each, its curves, and whether it is alive.
 
 Whether a run is alive is judged by its record, the heartbeats of its ranks, and how long neither
-has changed.
+has changed. `WatchedRuns.follow` reads the records in a thread, because long ones take seconds: the
+displays show what has been read so far.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +20,9 @@ from hpctrain.errors import UsageError
 from hpctrain.report.find import SETTINGS_FILE, distinct_names, find_runs, propose_run
 from hpctrain.report.history import History, Outcome, number, time_of
 from hpctrain.stop import ask
-from hpctrain.text import counted, duration, printable, rough_duration, whole_percents
+from hpctrain.text import duration, printable, rough_duration
 from hpctrain.training.control import STOP_FILE
+from hpctrain.watch.table import Summary, cells, facts, notes, progress
 from hpctrain.watchdog import BEAT_EVERY, HEARTBEATS, is_gone, read_beat
 
 GRACE = 10.0  # seconds without change that are always tolerated
@@ -27,8 +31,17 @@ FIND_CAUSE_EVERY = 10.0  # seconds between searches for the reason why a run end
 FIND_RUNS_EVERY = 5.0  # seconds between searches for new runs of a sweep
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # in heartbeats
 LONGEST_TEXT = 500  # characters
-
-Summary = dict[str, Any]
+POLL_EVERY = 1.0  # seconds
+OWN = {
+    "run",
+    "runs_dir",
+    "cache_dir",
+    "resume",
+    "progress",
+    "dry_run",
+    "time_limit",
+    "hang_timeout",
+}
 
 
 class Status(NamedTuple):
@@ -36,11 +49,6 @@ class Status(NamedTuple):
 
     kind: str  # pending, waiting, running, stopping, silent, done, stopped, preempted, failed
     text: str
-
-    @property
-    def can_be_stopped(self) -> bool:
-        """Whether the run can be asked to stop."""
-        return self.kind in ("waiting", "running", "silent")
 
 
 class IdleTimer:
@@ -71,23 +79,21 @@ def ended(outcome: Outcome) -> Status:
     return Status(outcome.status, f"{outcome.status}: {reason}" if reason else outcome.status)
 
 
-def _beat_interval(history: History) -> float:
-    """Return the longest time in seconds between two heartbeats (``Watchdog.interval``)."""
-    return max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
-
-
 class WatchedRun:
-    """One run: its history and its status."""
+    """One run: its history, its status, and `summary`, all that is displayed but its curves."""
 
     def __init__(self, key: int, folder: Path, proposal: str = "") -> None:
         """`proposal` is a text ", did you mean X?" to show while there is no such folder."""
         self.key, self.folder, self.name = key, folder, folder.name
         self._proposal = proposal
         self.history = History(folder, "sampled")
-        self.status = Status("waiting", "not begun yet")
+        self.status = Status("waiting", "not read yet")
+        self.lock = threading.RLock()  # of the history
         self._record, self._beat = IdleTimer(), IdleTimer()
         self._outcome = Outcome()  # by the last search for the reason
         self._looked = -math.inf
+        self._settings: dict[str, Any] = {}
+        self.summary = self._summarize()
 
     @property
     def is_absent(self) -> bool:
@@ -95,15 +101,16 @@ class WatchedRun:
         return not self.folder.is_dir()
 
     def poll(self) -> None:
-        """Read new lines of the record and update the status."""
-        self.history.follow()
-        if self.history.problem and not self.history.lost:
-            self.status = Status("failed", self.history.problem)
-        elif self.is_absent:
-            self.status = Status("pending", f"waiting for {self.folder}{self._proposal}")
-        else:
-            self.status = self._find_status(self.history)
-        self.status = self.status._replace(text=clean(self.status.text))
+        """Read new lines of the record and update the status and the summary."""
+        with self.lock:
+            self.history.follow()
+            if self.history.problem and not self.history.lost:
+                self.status = Status("failed", self.history.problem)
+            elif self.is_absent:
+                self.status = Status("pending", f"waiting for {self.folder}{self._proposal}")
+            else:
+                self.status = self._find_status(self.history)
+            self.summary = self._summarize()
 
     def _find_status(self, history: History) -> Status:
         """Return the status by the record, the heartbeats and how long neither has changed."""
@@ -118,7 +125,8 @@ class WatchedRun:
         is_suspect = beat and (is_gone(beat) or beaten > overdue)
         if is_suspect and (outcome := self._find_outcome(history)).status:
             return ended(outcome)
-        if beat and beaten < GRACE + OVERDUE * _beat_interval(history):
+        beat_every = max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
+        if beat and beaten < GRACE + OVERDUE * beat_every:
             if record > overdue and beat.doing.startswith(IN_STEP):
                 return Status(
                     "silent", f"silent for {rough_duration(record)}, rank 0 is in: {beat.doing}"
@@ -145,63 +153,50 @@ class WatchedRun:
             self._outcome = history.outcome()
         return self._outcome
 
-    def stop(self) -> str:
+    def stop(self) -> Any:
         """Ask the run to stop, unless it has ended. Return a message for the user.
 
         Raises RunError or UsageError as ``hpctrain stop`` does.
         """
         self.poll()
         if self.history.launch.outcome.status:
-            return f"{self.name} has already ended"
+            return clean(f"{self.name} has already ended")
         text = ask(self.folder)
         self.poll()
-        return text
+        return clean(text)
 
-    def summary(self) -> Summary:
-        """Return all that is displayed of the run except its curves; unknown numbers are None.
+    def curves(self, name: str) -> dict[str, list[tuple[float, float]]]:
+        """Return the curves of "loss" or "accuracy": steps and means by split, not empty ones."""
+        with self.lock:
+            splits = ("training", *self.history.evaluated)
+            found = {split: self.history.curve(name, split) for split in splits}
+        return {clean(split): [p[:2] for p in points] for split, points in found.items() if points}
 
-        All texts are `clean`.
-        """
-        history, facts, step = self.history, self.history.facts, self.history.step
-        done, steps, end = step.get("step", 0), history.total_steps, history.launch.end
-        costs = end if "shares" in end else history.costs()
-        corrupt = counted(history.lost, "line") if history.lost else ""
-        corrupt += f" of the record cannot be read: {history.problem}" if corrupt else ""
-        found = {
+    def _summarize(self) -> Summary:
+        history, done, steps = self.history, self.history.last_step, self.history.total_steps
+        share = min(done / steps, 1.0) if steps else None
+        left, came = history.seconds_left(), time_of(history.step)
+        is_running = self.status.kind in ("running", "stopping")
+        left = max(left - max(time.time() - came, 0), 0) if left and came and is_running else None
+        if history.facts and not self._settings:
+            with suppress(OSError, ValueError):
+                self._settings = tomllib.loads((self.folder / SETTINGS_FILE).read_text())
+        settings = self._settings | (history.facts.get("settings") or {})
+        summary = {
             "key": self.key,
             "name": self.name,
-            "folder": str(self.folder),
             "status": self.status.kind,
             "text": self.status.text,
-            "can_be_stopped": self.status.can_be_stopped,
+            "can_be_stopped": self.status.kind in ("waiting", "running", "silent"),
             "version": history.version,
-            "model": facts.get("model") or "",
-            "device": facts.get("device") or "",
-            "ranks": number(facts.get("ranks")),
-            "epoch": number(step.get("epoch")),
-            "epochs": number(facts.get("epochs")),
-            "step": done,
-            "steps": steps,
-            "share": min(done / steps, 1.0) if steps else None,
-            "seconds_left": self._seconds_left(),
-            "loss": number(step.get("loss")),
-            "accuracy": number(step.get("accuracy")),
-            "images_per_second": history.images_per_second(),
-            "evaluations": {split: _metrics(e) for split, e in history.evaluated.items()},
-            "step_seconds": number(costs.get("step_seconds")),
-            "percents": whole_percents(_shares(costs.get("shares"))),
-            "slowest_rank": number(costs.get("slowest_rank")),
-            "slowest_share": number(costs.get("slowest_share")),
-            "corrupt": corrupt,
-            "notes": [*history.notes, *filter(None, [corrupt])],
+            "share": share,
+            "progress": progress(history, share, left),
+            "facts": [*facts(history), ("folder", str(self.folder))],
+            "notes": notes(history),
+            "cells": cells(history, self.name, self.status.kind, share, left),
+            "settings": {name: each for name, each in settings.items() if name not in OWN},
         }
-        return {name: clean(value) for name, value in found.items()}
-
-    def _seconds_left(self) -> float | None:
-        left, came = self.history.seconds_left(), time_of(self.history.step)
-        if left is None or came is None or self.status.kind not in ("running", "stopping"):
-            return None
-        return max(left - max(time.time() - came, 0.0), 0.0)
+        return {name: clean(value) for name, value in summary.items()}
 
 
 class WatchedRuns:
@@ -212,36 +207,51 @@ class WatchedRuns:
         self._targets, self._runs_dir = targets, runs_dir
         self._known: dict[Path, WatchedRun] = {}
         self._looked = 0.0
+        self.all: list[WatchedRun] = []  # in the order of the targets
+        self.wanted = threading.Event()  # whether to poll once more
         self._look()
 
-    def all(self) -> list[WatchedRun]:
-        """Return all runs in the order of the targets."""
-        return [self._known[folder] for folder in self._order]
-
-    def get(self, key: int) -> WatchedRun | None:
+    def get(self, key: str) -> WatchedRun | None:
         """Return the run with this key; None if there is none."""
-        return next((run for run in self._known.values() if run.key == key), None)
+        return next((run for run in self.all if str(run.key) == key), None)
+
+    def summaries(self) -> list[Summary]:
+        """Return the summaries of all runs as last polled, and ask `follow` to poll again."""
+        self.wanted.set()
+        return [run.summary for run in self.all]
+
+    def follow(self) -> None:
+        """Start a thread that polls, at most every `POLL_EVERY` seconds, while it is wanted."""
+
+        def poll() -> None:
+            while self.wanted.wait():
+                self.wanted.clear()
+                self.poll()
+                time.sleep(POLL_EVERY)
+
+        self.wanted.set()
+        threading.Thread(target=poll, daemon=True).start()
 
     def poll(self) -> None:
         """Look for new runs, and poll all runs."""
-        is_waiting = any(run.is_absent for run in self.all())
+        is_waiting = any(run.is_absent for run in self.all)
         if is_waiting or time.monotonic() - self._looked > FIND_RUNS_EVERY:
             with suppress(UsageError):  # a folder was moved away: the status of its run shows it
                 self._look()
-        for run in self.all():
+        for run in self.all:
             run.poll()
 
     def _look(self) -> None:
         self._looked = time.monotonic()
         found = [path for target in self._targets for path in self._folders(target)]
-        self._order = list(dict.fromkeys(found))
-        for folder in self._order:
+        folders = list(dict.fromkeys(found))
+        names = distinct_names([folder.absolute() for folder in folders])  # links: their own
+        for folder, name in zip(folders, names, strict=True):
             if folder not in self._known:
                 proposal = "" if folder.is_dir() else propose_run(folder.name, str(folder.parent))
                 self._known[folder] = WatchedRun(len(self._known), folder, proposal)
-        names = distinct_names([folder.absolute() for folder in self._order])  # links: their own
-        for run, name in zip(self.all(), names, strict=True):
-            run.name = clean(name)
+            self._known[folder].name = name
+        self.all = [self._known[folder] for folder in folders]
 
     def _folders(self, target: str) -> list[Path]:
         """Return the folders of one target.
@@ -262,23 +272,13 @@ class WatchedRuns:
 
 
 def clean(value: Any) -> Any:
-    """Return texts, also those in lists and dicts, in one line with control characters escaped."""
+    """Return texts, also those in lists and dicts, in one line, control characters escaped."""
     match value:
         case str():
             shown = printable(value.replace("\n", " "), newlines=False)
             return shown if len(shown) <= LONGEST_TEXT else f"{shown[:LONGEST_TEXT]}…"
-        case list():
+        case list() | tuple():
             return [clean(each) for each in value]
         case dict():
             return {clean(name): clean(each) for name, each in value.items()}
     return value
-
-
-def _metrics(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: number(evaluation.get(name)) for name in ("loss", "accuracy", "epoch", "step")}
-
-
-def _shares(values: Any) -> dict[str, float]:
-    values = values if isinstance(values, Mapping) else {}
-    numbers = {name: number(value) for name, value in values.items()}
-    return {name: max(value, 0.0) for name, value in numbers.items() if value is not None}

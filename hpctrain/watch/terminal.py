@@ -1,228 +1,195 @@
-"""The display in a terminal: a table of all runs, plots of the selected one, keys.
+"""The display in a terminal: rich's live table of all runs, plotext's curves of the selected one.
 
-It is redrawn only on changes. A plot is not redrawn before 100 times the duration of the last
-drawing has passed, so that watching costs little on a machine that others use, too.
+A thread reads the records. The display is redrawn at a key and every second, or less often where
+drawing is slow, so that watching costs little on a shared machine.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import select
+import sys
+import termios
 import time
-from typing import Any, ClassVar
+import tty
+from collections.abc import Sequence
+
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from hpctrain.errors import Failure, UsageError
-from hpctrain.watch.drawing import cells, draw, facts_line, progress
-from hpctrain.watch.runs import Summary, WatchedRun, WatchedRuns
+from hpctrain.report.console import Console
+from hpctrain.watch.runs import WatchedRun, WatchedRuns
+from hpctrain.watch.table import Cell, Summary, facts_line, order, table
 
-try:
-    from rich.text import Text
-    from textual.app import App, ComposeResult
-    from textual.binding import Binding
-    from textual.containers import Container
-    from textual.coordinate import Coordinate
-    from textual.screen import ModalScreen
-    from textual.widgets import DataTable, Footer, Static
-except ImportError as error:
-    raise UsageError(
-        "watch needs the package textual: pip install 'hpctrain[watch]';"
-        " --once and --web do without"
-    ) from error
-
-POLL_EVERY = 1.5  # seconds
-LEAST_WAIT = 4.0  # minimum seconds between two drawings of a run's plots
-COST_RATIO = 100  # the same in units of the last drawing's duration; the longer wait applies
+COST_RATIO, LONGEST_WAIT = 30, 4.0  # between drawings: in durations of the last, and in seconds
 WIDE, SHORT = 100, 36  # with at least WIDE columns or fewer than SHORT rows, plots are side by side
-COLUMNS = ("run", "status", "epoch", "done", "left", "loss", "accuracy", "images/s")
+NAME_WIDTH = 24  # columns of a name or a setting, at most
 STYLES = {"running": "green", "done": "blue", "failed": "bold red", "silent": "bold yellow"}
+COLORS = {"training": "cyan", "validation": "orange", "test": "green"}
+MOVES = {"j": 1, "\t": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1, "\x1b[Z": -1}
+KEYS = "j k select   o sort   s stop   q quit"
 
 
 def show(runs: WatchedRuns) -> int:
-    """Watch until q is pressed."""
-    WatchApp(runs).run()
+    """Watch until q or Ctrl-C is pressed."""
+    try:
+        import plotext  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "watch needs the package plotext: pip install 'hpctrain[watch]';"
+            " --once and --web do without"
+        ) from error
+    before = termios.tcgetattr(sys.stdin)
+    display = Display(runs)
+    runs.follow()
+    try:
+        tty.setcbreak(sys.stdin)
+        with Live(console=display.console, screen=True, auto_refresh=False) as live:
+            pause = 0.5  # until the thread has read something
+            while display.is_open:
+                start = time.monotonic()
+                live.update(display.render(), refresh=True)
+                cost = time.monotonic() - start
+                if select.select([sys.stdin], [], [], pause)[0]:
+                    keys = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
+                    for key in re.findall(r"\x1b\[.|.|\n", keys) or ["q"]:  # no keys: hung up
+                        display.press(key)
+                pause = min(max(1.0, COST_RATIO * cost), LONGEST_WAIT)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
     return 0
 
 
-class Question(ModalScreen[bool]):
-    """A dialog to be answered with y or n."""
-
-    CSS = """
-    Question { align: center middle; }
-    Question > Static { width: auto; max-width: 80%; padding: 1 3; border: round $warning; }
-    """
-    BINDINGS: ClassVar = [
-        ("y", "answer(True)", "Yes"),
-        ("n", "answer(False)", "No"),
-        ("escape", "answer(False)", "No"),
-    ]
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-
-    def compose(self) -> ComposeResult:
-        """Show the question."""
-        yield Static(Text(f"{self._text}\n\ny  yes      n  no"))
-
-    def action_answer(self, yes: bool) -> None:
-        """Return the answer and close the dialog."""
-        self.dismiss(yes)
-
-
-class WatchApp(App[None]):
-    """The display of `runs`."""
-
-    TITLE = "hpctrain watch"
-    ENABLE_COMMAND_PALETTE = False
-    CSS = """
-    #table { height: auto; max-height: 40%; }
-    #table.short { max-height: 28%; }
-    #facts { height: auto; padding: 0 1; border-top: solid $primary; }
-    #plots { height: 1fr; layout: vertical; }
-    #plots.wide { layout: horizontal; }
-    #plots > Static { width: 1fr; height: 1fr; }
-    """
-    BINDINGS: ClassVar = [
-        ("q", "quit", "Quit"),
-        ("s", "stop", "Stop the run"),
-        Binding("j,tab", "choose(1)", "Next run", key_display="j", priority=True),
-        Binding("k,shift+tab", "choose(-1)", "Previous", key_display="k", priority=True),
-    ]
+class Display:
+    """What is shown: the runs, the selected one, the column by which they are sorted."""
 
     def __init__(self, runs: WatchedRuns) -> None:
-        super().__init__(ansi_color=False)
+        self.console = Console()
+        self.is_open = True
         self._runs = runs
-        self._rows: list[tuple[int, tuple[str, ...]]] = []  # of the table: key and cells of a run
-        self._facts = ""
-        self._drawn: tuple[Any, int] | None = None  # run, sizes and version of the plots drawn
-        self._due = 0.0
+        self._chosen: int | None = None  # key of a run
+        self._sorted: int | None = None  # index of a column; None: the order of the targets
+        self._asked: WatchedRun | None = None  # which run to stop is to be confirmed
+        self._message = ""
 
-    def compose(self) -> ComposeResult:
-        """Lay out the table, the facts, two plots and the keys."""
-        yield DataTable(id="table", cursor_type="row", zebra_stripes=True)
-        yield Static(id="facts")
-        with Container(id="plots"):
-            yield Static(id="loss")
-            yield Static(id="accuracy")
-        yield Footer()
+    def press(self, key: str) -> None:
+        """Obey a key."""
+        run = self._runs.get(str(self._chosen))
+        if self._asked:
+            try:
+                self._message = self._asked.stop() if key == "y" else ""
+            except Failure as error:
+                self._message = str(error)
+            self._asked = None
+        elif key in MOVES:
+            keys = [summary["key"] for summary, _ in self._rows()[1]]
+            if self._chosen in keys:
+                self._chosen = keys[(keys.index(self._chosen) + MOVES[key]) % len(keys)]
+        elif key == "o":
+            self._sorted = 0 if self._sorted is None else self._sorted + 1
+        elif key == "s" and run:
+            can = run.summary["can_be_stopped"]
+            self._asked = run if can else None
+            self._message = "" if can else f"{run.name}: {run.summary['text']}"
+        self.is_open = key != "q"
 
-    def on_mount(self) -> None:
-        """Fill the display and start polling."""
-        table = self._table()
-        table.add_columns(*COLUMNS)
-        table.focus()
-        self._tick()
-        self.set_interval(POLL_EVERY, self._tick)
+    def _rows(self) -> tuple[list[str], list[tuple[Summary, list[Cell]]]]:
+        runs = self._runs.summaries()
+        columns, cells = table(runs)
+        rows = list(zip(runs, cells, strict=True))
+        if self._sorted is not None:
+            column = self._sorted = self._sorted % len(columns)
+            rows.sort(key=lambda row: order(row[1][column]))
+        return columns, rows
 
-    def on_resize(self) -> None:
-        """Adapt the layout to a new size of the terminal."""
-        self.query_one("#plots").set_class(
-            self.size.width >= WIDE or self.size.height < SHORT, "wide"
-        )
-        self._table().set_class(self.size.height < SHORT, "short")
-        self.call_after_refresh(self._draw)
-
-    def on_data_table_row_highlighted(self) -> None:
-        """Show the run that was selected."""
-        self._show_facts()
-        self.call_after_refresh(self._draw)
-
-    def action_choose(self, by: int) -> None:
-        """Select the next (1) or the previous (-1) run."""
-        table = self._table()
-        if table.row_count and not self._is_asking():
-            table.move_cursor(row=(table.cursor_row + by) % table.row_count)
-
-    def action_stop(self) -> None:
-        """Ask whether to stop the selected run."""
-        run = self._chosen()
-        if run is None:
-            return
-        if not run.status.can_be_stopped:
-            self.notify(f"{run.name}: {run.status.text}", markup=False)
-            return
-        self.push_screen(
-            Question(f"Stop {run.name} after its next step?"), lambda yes: self._stop(run, yes)
-        )
-
-    def _stop(self, run: WatchedRun, yes: bool | None) -> None:
-        if not yes:
-            return
-        try:
-            self.notify(run.stop(), markup=False)
-        except Failure as error:
-            self.notify(str(error), severity="error", markup=False)
-        self._tick()
-
-    def _table(self) -> DataTable[Any]:
-        return self.query_one("#table", DataTable)
-
-    def _chosen(self) -> WatchedRun | None:
-        row = self._table().cursor_row
-        return self._runs.get(self._rows[row][0]) if 0 <= row < len(self._rows) else None
-
-    def _is_asking(self) -> bool:
-        return isinstance(self.screen, Question)
-
-    def _tick(self) -> None:
-        if self._is_asking():
-            return
-        self._runs.poll()
-        self._fill_table()
-        self._show_facts()
-        self._draw()
-
-    def _fill_table(self) -> None:
-        summaries = [run.summary() for run in self._runs.all()]
-        rows = [(summary["key"], cells(summary)) for summary in summaries]
-        if rows == self._rows:
-            return
-        before, chosen, table = self._rows, self._chosen(), self._table()
-        self._rows, keys = rows, [key for key, _ in rows]
-        lines = []
-        for summary, (_, texts) in zip(summaries, rows, strict=True):
-            styles = ["", STYLES.get(summary["status"], ""), *[""] * (len(texts) - 2)]
-            lines.append([*map(Text, texts, styles)])
-        if keys == [key for key, _ in before]:  # refilled, the table would scroll back to its top
-            for row, ((_, old), line) in enumerate(zip(before, lines, strict=True)):
-                for column, text in enumerate(line):
-                    if text.plain != old[column]:
-                        table.update_cell_at(Coordinate(row, column), text, update_width=True)
-            return
-        with self.prevent(DataTable.RowHighlighted):  # the same run stays selected
-            table.clear()
-            for line in lines:
-                table.add_row(*line)
-            if chosen is not None and chosen.key in keys:
-                table.move_cursor(row=keys.index(chosen.key))
-
-    def _show_facts(self) -> None:
-        run = self._chosen()
-        text = facts(run.summary()) if run else "no run has begun yet"
-        if text != self._facts:
-            self._facts = text
-            self.query_one("#facts", Static).update(Text(text))
-
-    def _draw(self) -> None:
-        run, areas = self._chosen(), [self.query_one(f"#{n}", Static) for n in ("loss", "accuracy")]
-        if run is None or self._is_asking():
-            return
-        place = (run.key, [area.size for area in areas])
-        wanted = (place, run.history.version)
-        if wanted == self._drawn or (
-            self._drawn and place == self._drawn[0] and time.monotonic() < self._due
-        ):
-            return
-        start = time.monotonic()
-        for area in areas:
-            plot = draw(run.history, str(area.id), area.size.width, area.size.height)
-            area.update(plot)
-        end = time.monotonic()
-        self._drawn = wanted
-        self._due = end + max(LEAST_WAIT, COST_RATIO * (end - start))
+    def render(self) -> Table:
+        """Return the table, the facts of the selected run, its plots and the keys."""
+        width, height = self.console.size
+        columns, rows = self._rows()
+        shown = Table.grid()
+        if not rows:
+            shown.add_row("no run has begun yet; q quits")
+            return shown
+        keys = [summary["key"] for summary, _ in rows]
+        self._chosen = self._chosen if self._chosen in keys else keys[0]
+        at, most = keys.index(self._chosen), max(height // 3 - 2, 3)
+        first = min(max(at - most // 2, 0), max(len(rows) - most, 0))
+        upper = table_of(columns, rows[first : first + most], width, self._sorted, self._chosen)
+        facts = Text(facts_text(rows[at][0])).wrap(self.console, width)[: max(height // 4, 4)]
+        asked = self._asked and f"Stop {self._asked.name} after its next step?  y yes  n no"
+        where = f"   {at + 1} of {len(rows)}" if len(rows) > most else ""
+        last = Text(asked or self._message or KEYS + where, "bold yellow" if asked else "dim")
+        room = height - len(rows[first : first + most]) - 1 - len(facts) - 1
+        run = self._runs.get(str(self._chosen))
+        plots = draw(run, width, room) if run and room >= 6 else Text("\n" * (room - 1))
+        shown.add_row(upper)
+        for text in (*facts, plots, last):
+            shown.add_row(text)
+        return shown
 
 
-def facts(run: Summary) -> str:
+def facts_text(run: Summary) -> str:
     """Return the lines between table and plots: progress, facts, the last notes."""
     share = run["share"]
-    bar = "" if share is None else "█" * int(30 * share) + "░" * (30 - int(30 * share)) + "  "
-    head = f"{run['name']}: {run['text']}" + (f"  ({run['model']})" if run["model"] else "")
-    return "\n".join(filter(None, [head, bar + progress(run), facts_line(run), *run["notes"]]))
+    bar = "" if share is None else "█" * int(20 * share) + "░" * (20 - int(20 * share)) + "  "
+    lines = [f"{run['name']}: {run['text']}", bar + run["progress"], facts_line(run), *run["notes"]]
+    return "\n".join(filter(None, lines))
+
+
+def table_of(
+    columns: Sequence[str],
+    rows: Sequence[tuple[Summary, list[Cell]]],
+    width: int,
+    sorted_by: int | None = None,
+    chosen: int | None = None,
+) -> Table:
+    """Return a table of the leading columns that fit in `width`."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    used = 0
+    for index, name in enumerate(columns):
+        title = f"{name} ↓" if index == sorted_by else name
+        texts = [cells[index][0] for _, cells in rows]
+        size = min(max(map(len, [title, *texts])), NAME_WIDTH)
+        used += size + 2
+        if used - 2 > width:
+            break
+        is_text = index < 2 or any(isinstance(cells[index][1], str) for _, cells in rows)
+        made.add_column(title, no_wrap=True, width=size, justify="left" if is_text else "right")
+    for summary, cells in rows:
+        styles = ["", STYLES.get(summary["status"], ""), *[""] * len(cells)]
+        shown = zip(cells[: len(made.columns)], styles, strict=False)
+        made.add_row(
+            *(Text(text, style) for (text, _), style in shown),
+            style="reverse" if summary["key"] == chosen else "",
+        )
+    return made
+
+
+def draw(run: WatchedRun, width: int, height: int) -> Text:
+    """Draw loss and accuracy by step: training as a line, evaluations as dots."""
+    import plotext
+
+    plotext.main()  # not a subplot of the last drawing
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.limit_size(False, False)
+    plotext.plot_size(width, height)
+    is_wide = width >= WIDE or height < SHORT
+    plotext.subplots(*((1, 2) if is_wide else (2, 1)))
+    for number, name in enumerate(("loss", "accuracy"), start=1):
+        plot = plotext.subplot(*((1, number) if is_wide else (number, 1)))
+        plot.title("loss" if name == "loss" else "accuracy (%)")
+        for split, points in run.curves(name).items():
+            steps, means = zip(*points, strict=True)
+            values = [mean * (100 if name == "accuracy" else 1) for mean in means]
+            color = COLORS.get(split, "magenta")
+            if split == "training":
+                plot.plot(steps, values, marker="braille", color=color, label=split)
+            else:
+                plot.scatter(steps, values, marker="●", color=color, label=split)
+    return Text.from_ansi(plotext.build().rstrip("\n"))

@@ -30,6 +30,7 @@ class Page(NamedTuple):
 
     port: int
     token: str
+    watched: Any
 
     @property
     def origin(self) -> str:
@@ -50,11 +51,12 @@ class Page(NamedTuple):
             return Answer(answer.status, answer.headers, answer.read().decode())
 
     def runs(self) -> list[dict[str, Any]]:
-        """What it says of all runs: name, status, text, step, ..."""
+        """What it says of all runs, after one more look: name, status, text, facts, ..."""
+        self.watched.poll()
         return self.ask("/data").json()["runs"]
 
     def curves(self, run: int = 0) -> dict[str, Any]:
-        """Its curves of a run: "loss" and "accuracy" -> split -> rows of step, mean, min, max."""
+        """Its curves of a run: "loss" and "accuracy" -> split -> rows of step, mean."""
         return self.ask(f"/curves?run={run}").json()
 
     def stop(self, run: int = 0) -> Answer:
@@ -65,11 +67,12 @@ class Page(NamedTuple):
 @contextlib.contextmanager
 def watched(*targets: object) -> Iterator[Page]:
     """The page that `watch TARGETS --web` serves."""
-    with web.Server(web.WatchedRuns([str(target) for target in targets], "runs")) as server:
+    runs = web.WatchedRuns([str(target) for target in targets], "runs")
+    with web.Server(runs) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield Page(server.server_address[1], server.token)
+            yield Page(server.server_address[1], server.token, runs)
         finally:
             server.shutdown()
             thread.join()

@@ -21,7 +21,7 @@ from tests.support.records import (
     run_line,
     step_line,
 )
-from tests.support.screen import open_terminal, without_escapes
+from tests.support.screen import on_terminal, open_terminal, without_escapes
 from tests.support.wait import wait_for
 
 
@@ -60,8 +60,9 @@ class Watching:
 def runs(tmp_path):
     steps = [step_line(n, time=time.time() - 2 + n / 10) for n in range(1, 21)]
     told = [evaluation_line(20, seconds=600), line("note", text="so far [b]x[/b]")]
-    one = make_run(tmp_path / "one", run_line(), *steps, *told)  # not silent in half an hour
-    return one, make_run(tmp_path / "two", run_line(), step_line(1), end_line("failed", "no room"))
+    first, second = (run_line(settings={"lr": lr}) for lr in (0.1, 0.2))
+    one = make_run(tmp_path / "one", first, *steps, *told)  # not silent in half an hour
+    return one, make_run(tmp_path / "two", second, step_line(1), end_line("failed", "no room"))
 
 
 @pytest.fixture
@@ -74,23 +75,28 @@ def watching(runs):
     os.close(made.terminal)
 
 
-def test_runs_are_listed_chosen_and_stopped_by_keys(runs, watching):
-    pytest.importorskip("textual")
+def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watching):
+    pytest.importorskip("plotext")
     one, two = runs
-    watching.wait_for("one: running", "two", "failed", "2/4", "50 %", "0.0500", "80.0")
+    watching.wait_for(
+        "one: running", "two", "failed", "50 %", "75.00 %", "80.0", "lr", "0.1", "0.2"
+    )
     watching.wait_for("epoch 2 of 4, step 20 of 40", "validation loss 0.2500", "so far [b]x[/b]")
     watching.wait_for("loss", "accuracy (%)", "training", "validation", "compute 60 %")
     watching.press("j")
     watching.wait_for("two: failed: no room")
+    watching.press("s")  # nothing is asked of what has ended
+    watching.press("oo")
+    watching.wait_for("status ↓", "two: failed: no room")
     watching.press("k")
     watching.wait_for("one: running")
     watching.press("s")
     watching.wait_for("Stop one")
     watching.press("n")
-    watching.wait_for("one: running")  # drawn where the question was
+    watching.wait_for("q quit")
+    assert not (one / "STOP").exists()
     watching.press("s")
     watching.wait_for("Stop one")
-    assert not (one / "STOP").exists()
     watching.press("y")
     wait_for((one / "STOP").exists)
     assert not (two / "STOP").exists()
@@ -101,11 +107,45 @@ def test_runs_are_listed_chosen_and_stopped_by_keys(runs, watching):
     assert watching.process.returncode == 0
 
 
+def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path):
+    pytest.importorskip("plotext")
+    steps = [step_line(1), evaluation_line(1), end_line()]
+    for number in range(40):
+        settings = {"seed": number, "optimizer": "a-long-setting-of-it"}
+        make_run(tmp_path / f"{number:02}-{'long' * 9}", run_line(settings=settings), *steps)
+    (tmp_path / "sweep.toml").touch()
+    watching = Watching(tmp_path, columns=80, rows=24)
+    try:
+        watching.wait_for("1 of 40", "00-long", "validation", "75.00 %", "accuracy (%)", "q quit")
+        watching.press("k")
+        watching.wait_for("40 of 40", "39-long")
+        watching.process.send_signal(signal.SIGINT)
+        wait_for(lambda: watching.read() is not None and watching.process.poll() is not None)
+        assert watching.process.returncode == 0
+    finally:
+        watching.process.kill()
+        os.close(watching.terminal)
+
+
+def test_once_on_a_terminal_is_a_table_in_its_width(runs):
+    words = [sys.executable, "-m", "hpctrain", "watch", "--once", *map(str, runs)]
+    head, first, second = without_escapes(on_terminal(words, 80)).splitlines()
+    assert head.split() == ["run", "status", "done", "left", "validation", "best", "test"] + [
+        "images/s",
+        "lr",
+    ]
+    texts = first.split()
+    assert texts[:4] == ["one", "running", "50", "%"]  # then the time left
+    assert texts[5:] == [*["75.00", "%"] * 2, "80.0", "0.1"]
+    assert second.split() == ["two", "failed", "2", "%", "80.0", "0.2"]
+
+
 def test_without_the_package_one_line_says_what_to_install(tmp_path):
     program = (
-        "import sys; sys.modules['textual.app'] = None\n"
+        "import sys; sys.modules['plotext'] = None\n"
         "from hpctrain.errors import UsageError\n"
-        "try: import hpctrain.watch.terminal\n"
+        "from hpctrain.watch import terminal\n"
+        "try: terminal.show(None)\n"
         "except UsageError as error: print(error)"
     )
     assert "pip install 'hpctrain[watch]'" in run([sys.executable, "-c", program]).stdout
