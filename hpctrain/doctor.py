@@ -240,7 +240,7 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
         try:
             place = device.choose_device("auto", local_rank)
         except UsageError as error:
-            found["gpu_problem"] = str(error)
+            found["gpu_problem"] = first_line(error.__cause__ or error)
     if place.type == "cuda":
         about = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         kinds = [(f"{gpu.name}, {bytes_text(gpu.total_memory)}", str(gpu.uuid)) for gpu in about]
