@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpctrain.cluster import launched_rank, launched_size, signals_caught
 from hpctrain.config import Config, EvaluateConfig, check_settings, from_table
 from hpctrain.errors import UsageError
-from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
+from hpctrain.report.find import SWEEP_FILE, find_folder
 from hpctrain.report.history import History
 from hpctrain.text import brief
 from hpctrain.watchdog import Watchdog, doing
@@ -127,7 +127,7 @@ def history(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "run
 
     Raises UsageError if there is no such run, or if its record is corrupt.
     """
-    folder = find_run_or_sweep(os.fspath(run), os.fspath(runs_dir))
+    folder = find_folder(os.fspath(run), os.fspath(runs_dir))
     if (folder / SWEEP_FILE).is_file():
         raise UsageError(f"{folder} is a sweep: name one of its runs")
     return History.read(folder)

@@ -18,7 +18,7 @@ from hpctrain.training.control import is_locked, request_stop
 
 def main(settings: StopConfig) -> int:
     """Request that the run or the sweep stop; print the request, or that it has already ended."""
-    say(ask(find_folder(settings.target, settings.runs_dir)))
+    say(ask(find_folder(settings.target, settings.runs_dir, files=())))
     return 0
 
 

@@ -25,7 +25,7 @@ from hpctrain.config import PlotConfig
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
 from hpctrain.report.fields import LABELS
-from hpctrain.report.find import distinct_names, evaluation_file, find_run_or_sweep, find_runs
+from hpctrain.report.find import distinct_names, evaluation_file, find_folder, find_runs
 from hpctrain.report.history import History
 from hpctrain.text import say, short_number, shortened
 from hpctrain.typed import parse_json
@@ -62,7 +62,7 @@ class RunCurves(NamedTuple):
 def main(settings: PlotConfig) -> int:
     """Write the figures; print their paths and what they show."""
     one = len(settings.targets) == 1
-    folder = find_run_or_sweep(settings.targets[0], settings.runs_dir) if one else settings.runs_dir
+    folder = find_folder(settings.targets[0], settings.runs_dir) if one else settings.runs_dir
     path = Path(settings.output or Path(folder) / FILE)
     check_name(path, "--output")
     folders = find_runs(settings.targets, settings.runs_dir)

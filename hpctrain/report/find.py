@@ -25,24 +25,16 @@ def find_runs(targets: Sequence[str], runs_dir: str) -> list[Path]:
     """
     found: list[Path] = []
     for target in targets:
-        folder = find_run_or_sweep(target, runs_dir)
+        folder = find_folder(target, runs_dir)
         found += sweep_runs(folder) if (folder / SWEEP_FILE).is_file() else [folder]
     return list(dict.fromkeys(found))
 
 
-def find_run_or_sweep(target: str, runs_dir: str) -> Path:
-    """Return the folder of a run that has a record, or of a sweep.
-
-    `target` is a name in `runs_dir` or a path. Raises UsageError if there is no such folder.
-    """
-    return find_folder(target, runs_dir, (FILE_NAME, SWEEP_FILE))
-
-
-def find_folder(target: str, runs_dir: str, files: Sequence[str] = ()) -> Path:
+def find_folder(target: str, runs_dir: str, files: Sequence[str] = (FILE_NAME, SWEEP_FILE)) -> Path:
     """Return the folder named `target` in `runs_dir`, or else at this path, with one of `files`.
 
-    Without `files` any folder is found, also that of a run without a record. Raises UsageError
-    if there is no such folder.
+    By default that of a run that has a record, or of a sweep. With no `files` any folder is found,
+    also that of a run without a record. Raises UsageError if there is no such folder.
     """
     for path in (Path(runs_dir) / target, Path(target)):
         if any((path / name).is_file() for name in files) or (not files and path.is_dir()):

@@ -42,7 +42,7 @@ from hpctrain.config import SweepConfig, require_trust, to_toml
 from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.console import Console, dumb_terminal, output_width, terminal_columns
-from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy, find_run_or_sweep
+from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy, find_folder
 from hpctrain.report.history import UNKNOWN, History
 from hpctrain.sweep.file import SweepNetwork, read_sweep
 from hpctrain.text import ranges, short_number
@@ -110,7 +110,7 @@ def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
     """
     file, runs = Path(settings.file), Path(settings.runs_dir)
     if not file.is_file():
-        folder = find_run_or_sweep(settings.file, settings.runs_dir)
+        folder = find_folder(settings.file, settings.runs_dir)
         file = folder / SWEEP_FILE
         if settings.run is None:
             return file, read_sweep(file), folder
