@@ -49,7 +49,7 @@ from hpctrain.text import ranges, short_number
 from hpctrain.training.control import STOP_FILE, RunLock, is_locked, request_stop
 
 RESULTS_FILE = "results.csv"
-METRICS = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
+FIGURES = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
 FINAL = ("done", "failed")  # such networks are skipped by the same command
 POLL_EVERY = 0.2  # seconds between checks of processes, records, locks and the STOP file
 
@@ -121,10 +121,11 @@ def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
         if folder.exists() and not (copy.is_file() and copy.read_bytes() == text):
             raise UsageError(f"{folder} is no sweep of this {file}: choose another --run")
         return file, networks, folder
-    for copy in sorted(runs.glob(f"*-sweep*/{SWEEP_FILE}"), reverse=True):
-        found = read_trainings(copy.parent, networks, settings.retry)
-        if copy.read_bytes() == text and any(each.status not in FINAL for each in found):
-            return file, networks, copy.parent
+    copies = sorted(runs.glob(f"*-sweep*/{SWEEP_FILE}"), reverse=True)
+    for folder in [copy.parent for copy in copies if copy.read_bytes() == text]:
+        found = read_trainings(folder, networks, settings.retry)
+        if any(training.status not in FINAL for training in found):
+            return file, networks, folder
     folder = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
     while folder.exists():
         folder = folder.with_name(f"{folder.name}-2")
@@ -246,7 +247,7 @@ class Training:
         self.history = History.read(self.run, "none")
         self.status, self.reason, _ = self.history.launch.outcome
         if self.status != "done" and known.get("status") == "failed":
-            self.status, self.reason = "failed", known["reason"]
+            self.status, self.reason = "failed", known.get("reason")
         elif self.status not in ("done", "failed", "stopped"):
             self.status = "unfinished" if self.history.facts else "waiting"
             self.reason = self.history.outcome().reason
@@ -322,7 +323,10 @@ class Training:
 def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
     """Return all networks of a sweep. With `retry`, those that have failed are unfinished."""
     known: dict[str, dict[str, str]] = {}
-    with suppress(OSError), open(folder / RESULTS_FILE, newline="", encoding="utf-8") as file:
+    with (
+        suppress(OSError, KeyError, ValueError),  # not there, or changed by another program
+        open(folder / RESULTS_FILE, newline="", encoding="utf-8") as file,
+    ):
         known = {row["name"]: row for row in csv.DictReader(file)}
     return [Training(folder, each, known.get(each.name, {}), retry) for each in networks]
 
@@ -393,9 +397,8 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
     """Write results.csv atomically. Raises RunError."""
     tables = [training.network.config.table() for training in trainings]
     names = [name for name in tables[0] if len({table[name] for table in tables}) > 1]
-    lines: list[list[object]] = [
-        ["name", "status", "reason", *names, *METRICS, "epochs", "seconds"]
-    ]
+    header = ("name", "status", "reason", *names, *FIGURES, "epochs", "seconds")
+    lines: list[Sequence[object]] = [header]
     for training, table in zip(trainings, tables, strict=True):
         line: list[object] = [training.network.name, training.status, training.reason]
         line += [table[name] for name in names]

@@ -229,17 +229,15 @@ def accuracies(training, test, *validations):
     return [*found, evaluation_line(20, "test", accuracy=test, loss=test), end_line("done")]
 
 
-def test_the_closing_table_has_the_best_validation_first_and_the_test_never_decides(sweep):
-    rows = (
-        accuracies(0.9, 1.0, 0.7, 0.8),
-        accuracies(0.5, 0.6, 0.95, 0.7),
-        accuracies(0.6, 0.7, 0.85),
-    )
-    assert list(results(sweep, rows)) == ["n2", "n3", "n1"]
-
-
-def test_the_closing_table_goes_by_the_training_where_nothing_was_validated(sweep):
-    assert list(results(sweep, [accuracies(0.5, 1.0), accuracies(0.9, 0.1)])) == ["n2", "n1"]
+@pytest.mark.parametrize(
+    ("figures", "order"),  # of training, test and validations
+    [
+        ([(0.9, 1.0, 0.7, 0.8), (0.5, 0.6, 0.95, 0.7), (0.6, 0.7, 0.85)], ["n2", "n3", "n1"]),
+        ([(0.5, 1.0), (0.9, 0.1)], ["n2", "n1"]),  # nothing was validated
+    ],
+)
+def test_the_closing_table_has_the_best_first_and_the_test_never_decides(sweep, figures, order):
+    assert list(results(sweep, [accuracies(*each) for each in figures])) == order
 
 
 def test_networks_that_died_are_unfinished(sweep):
