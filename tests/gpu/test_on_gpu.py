@@ -36,7 +36,7 @@ def made_run(tmp_path, *flags):
     with ready(*words, *flags) as run:
         (batches,) = first_batches(run)
         for _ in range(WARM):  # code that replaces a view does so in a step
-            run.trainer.step(batches, BATCH).totals()
+            run.trainer.step(batches, BATCH).array()
         yield run, lambda: run.trainer.step(batches, BATCH)
 
 
@@ -84,7 +84,7 @@ def test_a_step_reduces_once_and_copies_little_to_the_host(tmp_path, monkeypatch
             profile = torch.profiler.profile(activities=(kinds.CPU, kinds.CUDA))
             stack.enter_context(profile)
         for _ in range(STEPS):
-            step().totals()
+            step().array()
         torch.cuda.synchronize()
     assert len(calls) == STEPS
     if EMULATED:
