@@ -120,7 +120,12 @@ class Display:
         at, most = keys.index(self._chosen), max(height // 3 - 2, 3)
         first = min(max(at - most // 2, 0), max(len(rows) - most, 0))
         upper = table_of(columns, rows[first : first + most], width, self._sorted, self._chosen)
-        facts = Text(facts_text(rows[at][0])).wrap(self.console, width)[: max(height // 4, 4)]
+        summary = rows[at][0]
+        filled = int(20 * (summary["share"] or 0))
+        bar = f"{'█' * filled}{'░' * (20 - filled)}  {summary['progress']}"
+        parts = [f"{summary['name']}: {summary['text']}", bar, facts_line(summary)]
+        facts = list(Text("\n".join([*parts, *summary["notes"]])).wrap(self.console, width))
+        facts = facts[: max(height // 4, 4)]
         asked = self._asked and f"Stop {self._asked.name} after its next step?  y yes  n no"
         where = f"   {at + 1} of {len(rows)}" if len(rows) > most else ""
         last = Text(asked or self._message or KEYS + where, "bold yellow" if asked else "dim")
@@ -131,14 +136,6 @@ class Display:
         for text in (*facts, plots, last):
             shown.add_row(text)
         return shown
-
-
-def facts_text(run: Summary) -> str:
-    """Return the lines between table and plots: progress, facts, the last notes."""
-    share = run["share"]
-    bar = "" if share is None else "█" * int(20 * share) + "░" * (20 - int(20 * share)) + "  "
-    lines = [f"{run['name']}: {run['text']}", bar + run["progress"], facts_line(run), *run["notes"]]
-    return "\n".join(filter(None, lines))
 
 
 def table_of(

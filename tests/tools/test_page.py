@@ -15,7 +15,6 @@ from tests.support.launch import Job
 from tests.support.page import watched
 from tests.support.ranks import alone
 from tests.support.records import (
-    append,
     end_line,
     evaluation_line,
     line,
@@ -142,16 +141,6 @@ def test_a_stop_that_cannot_be_written_is_reported(page, runs):
     (runs[0] / "config.toml").unlink()
     answer = page.stop(0)
     assert answer.status == 409 and "config.toml" in answer.json()["text"]
-
-
-def test_the_data_follow_the_run(runs, clock):
-    with watched(*runs) as page:
-        page.runs()
-        append(runs[0], step_line(6), end_line())
-        clock.skip(1.0)
-        found = page.runs()[0]
-        assert found["status"] == "done"
-        assert found["progress"].startswith("epoch 1 of 4, step 6 of 40")
 
 
 def test_each_server_has_a_token_of_its_own(page):

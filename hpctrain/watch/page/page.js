@@ -140,7 +140,7 @@ function nearest(plot, series, index) {
 
 function draw() {
   for (const name of ["loss", "accuracy"]) {
-    const series = seriesOf(name), box = find(`#${name}`), isLog = find("#log").checked;
+    const series = seriesOf(name), box = find(`#${name}`), isLog = name === "loss" && find("#log").checked;
     box.hidden = !series.length;
     const width = box.clientWidth - 20;
     const key = JSON.stringify([series.map((one) => [one.label, one.stroke]), width, isLog]);
