@@ -179,6 +179,9 @@ def find_pack(network: TrainedNetwork, settings: NetworkConfig) -> Pack:
     Raises UsageError if there is none, or if it is not like the one of training.
     """
     known = network.metadata
+    if not settings.data and not Path(known["pack"]).is_file():
+        what = f"the pack that {network.path} was trained on, {known['pack']},"
+        raise UsageError(f"{what} is gone: give --data")
     path = locate(settings.data or known["pack"], settings.cache_dir)
     if known["external"] is None or is_pack(path):
         pack = read_pack(path)

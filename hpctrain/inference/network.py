@@ -215,9 +215,10 @@ class TrainedNetwork:
             with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
                 model = build(name, shape, len(classes), known["small_stem"])
         except (KeyError, TypeError, ValueError) as error:
+            why = "" if isinstance(error, KeyError) else f" ({one_line(error)})"
             raise UsageError(
-                f"{path} does not say which network its weights belong to ({one_line(error)}): it"
-                " was not written at the end of a run"
+                f"{path} holds weights but not the network they belong to{why}: it was not written"
+                " at the end of a run"
             ) from error
         load_weights(model, state, path)
         self.path, self.device, self._trust_code = path, device, trust_code
