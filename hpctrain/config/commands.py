@@ -243,6 +243,6 @@ class WatchConfig(Settings):
         "runs or sweeps, by name or folder; default: list all runs", (), positional=True
     )
     runs_dir: str = option(*RUNS_DIR)
-    once: bool = option("print a line for each run and exit", False, group="Display")
+    once: bool = option("print the runs once and exit", False, group="Display")
     web: bool = option("serve a page for the browser, on this machine alone", False)
     port: int = option("TCP port of --web; 0 = a free one", 0, "[0, 65535]", needs="--web")
