@@ -338,14 +338,9 @@ class History:
         return int(self.step.get("step", 0))
 
     @property
-    def planned_epochs(self) -> int:
-        """Epochs of the whole run; 0 if unknown."""
-        return self.facts.get("epochs") or 0
-
-    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if unknown."""
-        return self.planned_epochs * (self.facts.get("steps_per_epoch") or 0) or None
+        return (self.facts.get("epochs") or 0) * (self.facts.get("steps_per_epoch") or 0) or None
 
     @property
     def test(self) -> Metrics:
@@ -390,39 +385,21 @@ class History:
         return max([*evaluations, *steps], default=0.0)
 
     def costs(self) -> dict[str, Any]:
-        """Return how the time of the recent steps is spent; see ``Costs.facts``."""
-        costs = Costs()
+        """Return how the time of the recent steps is spent, and their speed, if they are known.
+
+        See ``Costs.facts``; the speed is "images_per_second".
+        """
+        costs, rows, total = Costs(), 0, 0.0
         for record in self._recent:
             seconds = {phase: each or 0.0 for phase, each in record["seconds"].items()}
             costs.add(seconds, record.get("slowest_rank"))
-        return costs.facts()
-
-    def images_per_second(self) -> float | None:
-        """Return the speed of the recent steps; None if unknown."""
-        rows = sum(record.get("rows") or 0 for record in self._recent)
-        seconds = sum(record["seconds"]["total"] for record in self._recent)
-        return rows / seconds if seconds else None
-
-    def seconds_left(self) -> float | None:
-        """Estimate the seconds from the last recorded step to the end, at this launch's pace."""
-        first, last = self.launch.first_step, self.step
-        began, came = time_of(first), time_of(last)
-        if not self.total_steps or self.launch.end or began is None or came is None:
-            return None
-        if (done := last["step"] - first["step"]) <= 0:
-            return None
-        return max(self.total_steps - last["step"], 0) * (came - began) / done
+            rows, total = rows + (record.get("rows") or 0), total + seconds["total"]
+        return costs.facts() | ({"images_per_second": rows / total} if total else {})
 
 
 def metrics_of(record: Record) -> Metrics:
     """Return the loss and the accuracy of a record."""
     return Metrics(record.get("loss"), record.get("accuracy"))
-
-
-def number(value: Any) -> float | None:
-    """Return `value` if it is a number, else None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else None
 
 
 def time_of(record: Record) -> float | None:

@@ -9,11 +9,11 @@ import sys
 
 from hpctrain.config import WatchConfig
 from hpctrain.errors import UsageError
-from hpctrain.report.console import dumb_terminal
+from hpctrain.report.console import dumb_terminal, make_console
 from hpctrain.report.find import all_names
 from hpctrain.text import say
 from hpctrain.watch.runs import WatchedRuns
-from hpctrain.watch.table import status_line, table
+from hpctrain.watch.table import status_line
 
 
 def main(settings: WatchConfig) -> int:
@@ -31,22 +31,18 @@ def main(settings: WatchConfig) -> int:
         from hpctrain.watch.web import serve
 
         return serve(runs, settings.port)
+    from hpctrain.watch.terminal import show, table_of
+
     is_terminal = sys.stdout.isatty() and not dumb_terminal()
     if is_terminal and sys.stdin.isatty() and settings.targets and not settings.once:
-        from hpctrain.watch.terminal import show
-
         return show(runs)
     runs.poll()
-    if not runs.all:
+    columns, rows = runs.table()
+    if not rows:
         say("no run has begun yet")
     elif is_terminal:
-        from hpctrain.report.console import make_console
-        from hpctrain.watch.terminal import table_of
-
-        summaries, console = runs.summaries(), make_console()
-        columns, rows = table(summaries)
-        console.print(table_of(columns, list(zip(summaries, rows, strict=True)), console.width))
-    else:
-        for run in runs.summaries():
-            say(status_line(run))
+        console = make_console()
+        console.print(table_of(columns, rows, console.width))
+    for row in [] if is_terminal else rows:
+        say(status_line(row))
     return 0

@@ -21,8 +21,9 @@ from rich.text import Text
 
 from hpctrain.errors import Failure, UsageError
 from hpctrain.report.console import Console
+from hpctrain.text import printable
 from hpctrain.watch.runs import WatchedRun, WatchedRuns
-from hpctrain.watch.table import Cell, Summary, facts_line, order, table
+from hpctrain.watch.table import Row, facts_line, order
 
 COST_RATIO, LONGEST_WAIT = 30, 4.0  # between drawings: in durations of the last, and in seconds
 WIDE, SHORT = 100, 36  # with at least WIDE columns or fewer than SHORT rows, plots are side by side
@@ -79,7 +80,6 @@ class Display:
 
     def press(self, key: str) -> None:
         """Obey a key."""
-        run = self._runs.get(str(self._chosen))
         if self._asked:
             try:
                 self._message = self._asked.stop() if key == "y" else ""
@@ -87,60 +87,58 @@ class Display:
                 self._message = str(error)
             self._asked = None
         elif key in MOVES:
-            keys = [summary["key"] for summary, _ in self._rows()[1]]
+            keys = [row["key"] for row in self._table()[1]]
             if self._chosen in keys:
                 self._chosen = keys[(keys.index(self._chosen) + MOVES[key]) % len(keys)]
         elif key == "o":
             self._sorted = 0 if self._sorted is None else self._sorted + 1
-        elif key == "s" and run:
-            can = run.summary["can_be_stopped"]
+        elif key == "s" and (run := self._runs.get(str(self._chosen))):
+            can = run.row["can_be_stopped"]
             self._asked = run if can else None
-            self._message = "" if can else f"{run.name}: {run.summary['text']}"
+            self._message = "" if can else f"{run.name}: {run.row['text']}"
         self.is_open = key != "q"
 
-    def _rows(self) -> tuple[list[str], list[tuple[Summary, list[Cell]]]]:
-        runs = self._runs.summaries()
-        columns, cells = table(runs)
-        rows = list(zip(runs, cells, strict=True))
+    def _table(self) -> tuple[list[str], list[Row]]:
+        columns, rows = self._runs.table()
         if self._sorted is not None:
             column = self._sorted = self._sorted % len(columns)
-            rows.sort(key=lambda row: order(row[1][column]))
+            rows.sort(key=lambda row: order(row["cells"][column]))
         return columns, rows
 
     def render(self) -> Table:
         """Return the table, the facts of the selected run, its plots and the keys."""
         width, height = self.console.size
-        columns, rows = self._rows()
+        columns, rows = self._table()
         shown = Table.grid()
         if not rows:
             shown.add_row("no run has begun yet; q quits")
             return shown
-        keys = [summary["key"] for summary, _ in rows]
+        keys = [row["key"] for row in rows]
         self._chosen = self._chosen if self._chosen in keys else keys[0]
         at, most = keys.index(self._chosen), max(height // 3 - 2, 3)
         first = min(max(at - most // 2, 0), max(len(rows) - most, 0))
-        upper = table_of(columns, rows[first : first + most], width, self._sorted, self._chosen)
-        summary = rows[at][0]
-        filled = int(20 * (summary["share"] or 0))
-        bar = f"{'█' * filled}{'░' * (20 - filled)}  {summary['progress']}"
-        parts = [f"{summary['name']}: {summary['text']}", bar, facts_line(summary)]
-        facts = list(Text("\n".join([*parts, *summary["notes"]])).wrap(self.console, width))
-        facts = facts[: max(height // 4, 4)]
+        window = rows[first : first + most]
+        shown.add_row(table_of(columns, window, width, self._sorted, self._chosen))
+        row = rows[at]
+        filled = int(20 * (row["share"] or 0))
+        bar = f"{'█' * filled}{'░' * (20 - filled)}  {row['progress']}"
+        texts = [f"{row['name']}: {row['text']}", bar, facts_line(row), *row["notes"]]
+        text = Text("\n".join(printable(each, newlines=False) for each in texts))
+        facts = list(text.wrap(self.console, width))[: max(height // 4, 4)]
         asked = self._asked and f"Stop {self._asked.name} after its next step?  y yes  n no"
         where = f"   {at + 1} of {len(rows)}" if len(rows) > most else ""
-        last = Text(asked or self._message or KEYS + where, "bold yellow" if asked else "dim")
-        room = height - len(rows[first : first + most]) - 1 - len(facts) - 1
+        last = printable(asked or self._message or KEYS + where, newlines=False)
+        room = height - len(window) - 1 - len(facts) - 1
         run = self._runs.get(str(self._chosen))
         plots = draw(run, width, room) if run and room >= 6 else Text("\n" * (room - 1))
-        shown.add_row(upper)
-        for text in (*facts, plots, last):
-            shown.add_row(text)
+        for part in (*facts, plots, Text(last, "bold yellow" if asked else "dim")):
+            shown.add_row(part)
         return shown
 
 
 def table_of(
     columns: Sequence[str],
-    rows: Sequence[tuple[Summary, list[Cell]]],
+    rows: Sequence[Row],
     width: int,
     sorted_by: int | None = None,
     chosen: int | None = None,
@@ -150,20 +148,17 @@ def table_of(
     used = 0
     for index, name in enumerate(columns):
         title = f"{name} ↓" if index == sorted_by else name
-        texts = [cells[index][0] for _, cells in rows]
-        size = min(max(map(len, [title, *texts])), NAME_WIDTH)
+        cells = [row["cells"][index] for row in rows]
+        size = min(max(map(len, [title, *(text for text, _ in cells)])), NAME_WIDTH)
         used += size + 2
         if used - 2 > width:
             break
-        is_text = index < 2 or any(isinstance(cells[index][1], str) for _, cells in rows)
+        is_text = index < 2 or any(isinstance(value, str) for _, value in cells)
         made.add_column(title, no_wrap=True, width=size, justify="left" if is_text else "right")
-    for summary, cells in rows:
-        styles = ["", STYLES.get(summary["status"], ""), *[""] * len(cells)]
-        shown = zip(cells[: len(made.columns)], styles, strict=False)
-        made.add_row(
-            *(Text(text, style) for (text, _), style in shown),
-            style="reverse" if summary["key"] == chosen else "",
-        )
+    for row in rows:
+        name, status, *others = (text for text, _ in row["cells"][: len(made.columns)])
+        styled = Text(status, STYLES.get(status, ""))
+        made.add_row(name, styled, *others, style="reverse" if row["key"] == chosen else "")
     return made
 
 
@@ -182,11 +177,9 @@ def draw(run: WatchedRun, width: int, height: int) -> Text:
         plot = plotext.subplot(*((1, number) if is_wide else (number, 1)))
         plot.title("loss" if name == "loss" else "accuracy (%)")
         for split, points in run.curves(name).items():
-            steps, means = zip(*points, strict=True)
+            steps, means, *_ = zip(*points, strict=True)
             values = [mean * (100 if name == "accuracy" else 1) for mean in means]
-            color = COLORS.get(split, "magenta")
-            if split == "training":
-                plot.plot(steps, values, marker="braille", color=color, label=split)
-            else:
-                plot.scatter(steps, values, marker="●", color=color, label=split)
+            make, marker = (plot.plot, "braille") if split == "training" else (plot.scatter, "●")
+            label, color = printable(split, newlines=False), COLORS.get(split, "magenta")
+            make(steps, values, marker=marker, color=color, label=label)
     return Text.from_ansi(plotext.build().rstrip("\n"))

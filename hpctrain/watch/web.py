@@ -21,7 +21,6 @@ from urllib.parse import parse_qs
 from hpctrain.errors import Failure, UsageError
 from hpctrain.text import say
 from hpctrain.watch.runs import WatchedRun, WatchedRuns
-from hpctrain.watch.table import table
 
 ADDRESS = "127.0.0.1"
 HEADERS = {
@@ -88,7 +87,8 @@ class Handler(BaseHTTPRequestHandler):
         elif (self.command, path) == ("GET", "/"):
             self._send(200, _page(), "text/html")
         elif (self.command, path) == ("GET", "/data"):
-            self._send_json(data(self.server.runs))
+            columns, rows = self.server.runs.table()
+            self._send_json({"columns": columns, "runs": rows})
         elif run and (self.command, path) == ("GET", "/curves"):
             self._send_json(curves(run))
         elif run and (self.command, path) == ("POST", "/stop"):
@@ -139,14 +139,6 @@ def _page() -> str:
     return page
 
 
-def data(runs: WatchedRuns) -> dict[str, Any]:
-    """Return the table of all runs, and what is shown of each."""
-    summaries = runs.summaries()
-    columns, rows = table(summaries)
-    found = [run | {"cells": row} for run, row in zip(summaries, rows, strict=True)]
-    return {"columns": columns, "runs": found}
-
-
 def curves(run: WatchedRun) -> dict[str, Any]:
     """Return the key, the version and the curves of a run.
 
@@ -156,7 +148,7 @@ def curves(run: WatchedRun) -> dict[str, Any]:
     found: dict[str, Any] = {"key": run.key, "version": run.history.version}
     for name in ("loss", "accuracy"):
         found[name] = {
-            split: [(round(step), float(f"{mean:.5g}")) for step, mean in points]
+            split: [(round(step), float(f"{mean:.5g}")) for step, mean, *_ in points]
             for split, points in run.curves(name).items()
         }
     return found

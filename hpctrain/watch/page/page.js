@@ -89,7 +89,7 @@ function showChosen() {
   find("#stop").hidden = !run.can_be_stopped;
   find("progress").value = run.share ?? 0;
   find("#progress").textContent = run.progress;
-  find("dl").replaceChildren(...run.facts.map(([name, text]) => {
+  find("dl").replaceChildren(...[...run.facts, ["folder", run.folder]].map(([name, text]) => {
     const pair = element("div");
     pair.append(element("dt", name), element("dd", text));
     return pair;
