@@ -114,7 +114,7 @@ def read_curves(name: str, folder: Path) -> RunCurves:
         scale = 100 if column == "accuracy" else 1
         splits = ("epochs", 1.0), ("training", per_epoch), ("validation", per_epoch)
         epochs, steps, validation = (
-            np.array([(x / unit, scale * y) for x, y, *_ in history.curve(column, split)])
+            np.array([(x / unit, scale * y) for x, y in history.curve(column, split)])
             for split, unit in splits
         )
         training = epochs if len(epochs) > 1 else steps

@@ -42,7 +42,7 @@ STATUSES = ("done", "stopped", "preempted", "failed")
 COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if each.type is int}
 
 Table = dict[str, "np.ndarray"]  # columns by name
-Point = tuple[float, float, float, float]  # of a curve: step, and mean, min, max of the values
+Point = tuple[float, float]  # of a curve: means of step and value
 
 
 class Outcome(NamedTuple):
@@ -157,6 +157,7 @@ class History:
         self._reset()
 
     def _reset(self) -> None:
+        self.version += 1
         self.problem: str | None = None  # why the record, or its first corrupt line, is not read
         self.lost = 0  # corrupt lines
         self._lines = 0
@@ -197,19 +198,15 @@ class History:
             is_missing = isinstance(error, FileNotFoundError)
             problem = None if is_missing else f"cannot read {self.path}: {error.strerror}"
             if self._position or problem != self.problem:
-                self._restart()
+                self._reset()
             self.problem = problem
         return self.version != before
-
-    def _restart(self) -> None:
-        self._reset()
-        self.version += 1
 
     def _read(self, file: BinaryIO) -> None:
         descriptor, known = file.fileno(), len(self._tail)
         is_other = os.pread(descriptor, known, self._position - known) != self._tail
         if is_other or (self.problem and not self.lost):
-            self._restart()
+            self._reset()
         size, began = os.fstat(descriptor).st_size, self._position
         every = 1 + (size - began) // STEP_BYTES // SAMPLE
         file.seek(began)
@@ -307,7 +304,7 @@ class History:
         width, points = -(-len(rows) // MOST_POINTS) or 1, []
         for first in range(0, len(rows), width):
             steps, values = zip(*rows[first : first + width], strict=True)
-            points.append((fmean(steps), fmean(values), min(values), max(values)))
+            points.append((fmean(steps), fmean(values)))
         return points
 
     @property
@@ -331,11 +328,6 @@ class History:
             return self.launch.outcome
         found = find_cause(self.folder / HEARTBEATS, over)
         return Outcome("failed", *found) if found else Outcome()
-
-    @property
-    def last_step(self) -> int:
-        """The number of the last step that was read; 0 for none."""
-        return int(self.step.get("step", 0))
 
     @property
     def total_steps(self) -> int | None:
@@ -373,7 +365,7 @@ class History:
     def steps_per_epoch(self) -> float:
         """Return the steps per epoch of the run's description, else an estimate from its steps."""
         epochs = max(self.completed, self.step.get("epoch") or 1)
-        return self.facts.get("steps_per_epoch") or max(self.last_step / epochs, 1)
+        return self.facts.get("steps_per_epoch") or max(self.step.get("step", 0) / epochs, 1)
 
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation.

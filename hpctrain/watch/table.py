@@ -23,7 +23,7 @@ COLUMNS = ("run", "status", "done", "left", "validation", "best", "test", "image
 
 def describe(history: History, status: str) -> Row:
     """Return what is displayed of a run: progress, facts, notes, the cells of its figures."""
-    step, steps = history.last_step, history.total_steps
+    step, steps = history.step.get("step", 0), history.total_steps
     share = min(step / steps, 1.0) if steps else None
     left = seconds_left(history) if status in ("running", "stopping") else None
     done = "" if share is None else percent(share)

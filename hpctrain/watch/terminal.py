@@ -177,7 +177,7 @@ def draw(run: WatchedRun, width: int, height: int) -> Text:
         plot = plotext.subplot(*((1, number) if is_wide else (number, 1)))
         plot.title("loss" if name == "loss" else "accuracy (%)")
         for split, points in run.curves(name).items():
-            steps, means, *_ = zip(*points, strict=True)
+            steps, means = zip(*points, strict=True)
             values = [mean * (100 if name == "accuracy" else 1) for mean in means]
             make, marker = (plot.plot, "braille") if split == "training" else (plot.scatter, "●")
             label, color = printable(split, newlines=False), COLORS.get(split, "magenta")

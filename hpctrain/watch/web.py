@@ -148,7 +148,7 @@ def curves(run: WatchedRun) -> dict[str, Any]:
     found: dict[str, Any] = {"key": run.key, "version": run.history.version}
     for name in ("loss", "accuracy"):
         found[name] = {
-            split: [(round(step), float(f"{mean:.5g}")) for step, mean, *_ in points]
+            split: [(round(step), float(f"{mean:.5g}")) for step, mean in points]
             for split, points in run.curves(name).items()
         }
     return found

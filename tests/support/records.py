@@ -203,8 +203,7 @@ class Follower:
     @property
     def losses(self) -> dict[int, float]:
         """The loss of each step."""
-        points = self._history.curve("loss")
-        return {int(step): mean for step, mean, *_ in points}
+        return {int(step): mean for step, mean in self._history.curve("loss")}
 
     @property
     def seen(self) -> dict[str, Any]:
@@ -215,7 +214,7 @@ class Follower:
             "status": history.launch.outcome.status,
             "notes": list(history.notes),
             "validations": len(history.validations),
-            "last": history.last_step,
+            "last": history.step.get("step", 0),
             "read": history.decoded,
             "lost": history.lost,
             "problem": history.problem or "",
