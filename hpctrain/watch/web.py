@@ -13,6 +13,7 @@ import hmac
 import json
 import secrets
 import socket
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
@@ -45,15 +46,11 @@ def serve(runs: WatchedRuns, port: int) -> int:
     host = socket.getfqdn()
     host = socket.gethostname() if host.startswith("localhost") else host
     runs.follow()
-    try:
+    with server, suppress(KeyboardInterrupt):
         say(f"http://{ADDRESS}:{port}/?token={server.token}")
         say(f"from your own machine, first: ssh -L {port}:{ADDRESS}:{port} {host}")
         say("Ctrl-C ends the page, not the runs")
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
     return 0
 
 
@@ -83,21 +80,21 @@ class Handler(BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(text).items()}
         run = self.server.runs.get(query.get("run", ""))
         if not self._is_allowed(query.get("token", "")):
-            self._send(403, "refused: open the address that was printed\n")
+            self._send("refused: open the address that was printed\n", 403, "text/plain")
         elif (self.command, path) == ("GET", "/"):
-            self._send(200, _page(), "text/html")
+            self._send_page()
         elif (self.command, path) == ("GET", "/data"):
             columns, rows = self.server.runs.table()
-            self._send_json({"columns": columns, "runs": rows})
+            self._send({"columns": columns, "runs": rows})
         elif run and (self.command, path) == ("GET", "/curves"):
-            self._send_json(curves(run))
+            self._send(curves(run))
         elif run and (self.command, path) == ("POST", "/stop"):
             try:
-                self._send_json({"text": run.stop()})
+                self._send({"text": run.stop()})
             except Failure as error:
-                self._send_json({"text": str(error)}, 409)
+                self._send({"text": str(error)}, 409)
         else:
-            self._send(404, "there is nothing here\n")
+            self._send("there is nothing here\n", 404, "text/plain")
 
     do_GET = do_POST = respond
 
@@ -115,28 +112,29 @@ class Handler(BaseHTTPRequestHandler):
             return False
         return origin == f"http://{host}" if self.command == "POST" or origin else True
 
-    def _send_json(self, value: Any, status: int = 200) -> None:
-        self._send(status, json.dumps(value, allow_nan=False), "application/json")
+    def _send_page(self) -> None:
+        folder, nonce = files("hpctrain.watch") / "page", secrets.token_urlsafe(16)
+        page = (folder / "page.html").read_text(encoding="utf-8").replace("[[nonce]]", nonce)
+        for part in ("uPlot.min.css", "uPlot.iife.min.js", "page.js"):
+            page = page.replace(f"[[{part}]]", (folder / part).read_text(encoding="utf-8"))
+        self._send(page, 200, "text/html", POLICY.replace("NONCE", nonce))
 
-    def _send(self, status: int, text: str, kind: str = "text/plain") -> None:
-        nonce = secrets.token_urlsafe(16)
-        text = text.replace("[[nonce]]", nonce) if kind == "text/html" else text
+    def _send(
+        self,
+        value: Any,
+        status: int = 200,
+        kind: str = "application/json",
+        policy: str = "default-src 'none'",
+    ) -> None:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(text.encode())))
+        self.send_header("Content-Security-Policy", policy)
         for header in HEADERS.items():
             self.send_header(*header)
-        self.send_header("Content-Security-Policy", POLICY.replace("NONCE", nonce))
         self.end_headers()
         self.wfile.write(text.encode())
-
-
-def _page() -> str:
-    folder = files("hpctrain.watch") / "page"
-    page = (folder / "page.html").read_text(encoding="utf-8")
-    for part in ("uPlot.min.css", "uPlot.iife.min.js", "page.js"):
-        page = page.replace(f"[[{part}]]", (folder / part).read_text(encoding="utf-8"))
-    return page
 
 
 def curves(run: WatchedRun) -> dict[str, Any]:
