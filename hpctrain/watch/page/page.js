@@ -23,7 +23,7 @@ async function ask(path, extra = {}, method = "GET") {
 const shown = () => runs.filter((run) => run.key === chosen || ticked.has(run.key));
 
 async function update() {
-  let text = `updated ${new Date().toLocaleTimeString()}`;
+  let text = `updated ${new Date().toLocaleTimeString()}`, lost = false;
   try {
     ({ columns, runs } = await ask("data"));
     if (!runs.some((run) => run.key === chosen)) chosen = runs[0]?.key ?? null;
@@ -34,10 +34,10 @@ async function update() {
     answers.forEach((answer) => curves.set(answer.key, answer));
     draw();
   } catch (error) {
-    text = "no answer: has hpctrain watch ended?";
+    [text, lost] = ["no answer: has hpctrain watch ended?", true];
   }
   find("#connection").textContent = text;
-  find("#connection").classList.toggle("lost", text.startsWith("no"));
+  find("#connection").classList.toggle("lost", lost);
 }
 
 // Numbers from the largest, then texts, then what is unknown; in reverse if `falling`.
@@ -128,16 +128,6 @@ function seriesOf(name) {
   })).filter((one) => one.data[0].length);
 }
 
-// The nearest point of each series: those of other series stand at other steps.
-function nearest(plot, series, index) {
-  const values = plot.data[series];
-  for (let by = 0; by < values.length; by++) {
-    if (values[index - by] != null) return index - by;
-    if (values[index + by] != null) return index + by;
-  }
-  return index;
-}
-
 function draw() {
   for (const name of ["loss", "accuracy"]) {
     const series = seriesOf(name), box = find(`#${name}`), isLog = name === "loss" && find("#log").checked;
@@ -160,7 +150,7 @@ function draw() {
         scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
         axes: [{ ...axis, space: 80, size: 30 }, { ...axis, size: 60 }],
         padding: [null, 30, null, null],
-        cursor: { dataIdx: nearest, sync: { key: "step" } },
+        cursor: { sync: { key: "step" } },
         series: [{ label: "step" }, ...series.map(({ label, stroke, isLine }) => ({
           label,
           stroke,
