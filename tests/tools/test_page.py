@@ -27,10 +27,10 @@ from tests.support.records import (
 
 @pytest.fixture
 def runs(tmp_path, clock):
-    """One that is under way, and one that has failed; their learning rates differ."""
+    """One that is under way, and one that has failed; two of their settings differ."""
     told = [evaluation_line(4, accuracy=0.9), evaluation_line(5)]
     told += [line("note", text="<script>alert(1)</script>")]
-    first = run_line(settings={"lr": 0.1, "epochs": 4})
+    first = run_line(settings={"lr": 0.1, "epochs": 4, "weight_decay": 0.001})
     one = make_run(tmp_path / "a", first, *step_lines(1, 5), *told)
     other = run_line(settings={"lr": 0.2, "epochs": 4})
     return one, make_run(tmp_path / "b", other, step_line(1), end_line("failed", "no room"))
@@ -60,24 +60,16 @@ def test_the_data_of_all_runs(page):
     answer = page.ask("/data")
     assert (answer.status, answer.headers["Cache-Control"]) == (200, "no-store")
     assert answer.headers["Content-Type"].startswith("application/json")
-    assert answer.json()["columns"] == [
-        "run",
-        "status",
-        "done",
-        "left",
-        "validation",
-        "best",
-        "test",
-        "images/s",
-        "lr",
-    ]
+    columns = "run status done left validation best test images/s lr weight_decay"
+    assert answer.json()["columns"] == columns.split()
     texts = [text for text, _ in first["cells"]]
-    assert texts == ["a", "running", "12 %", "", "75.00 %", "90.00 %", "", "80.0", "0.1"]
+    assert texts == ["a", "running", "12 %", "", "75.00 %", "90.00 %", "", "80.0", "0.1", "0.001"]
     assert first["notes"] == ["<script>alert(1)</script>"] and first["can_be_stopped"]
     assert first["progress"].startswith("epoch 1 of 4, step 5 of 40, 12 %")
     assert ["ranks", "2"] in first["facts"] and ["network", "digits"] in first["facts"]
     assert (second["text"], second["can_be_stopped"]) == ("failed: no room", False)
     assert second["cells"][2][1] == 0.025 and second["cells"][4] == ["", None]
+    assert second["cells"][-1] == ["0", 0.0]  # not recorded: the default
 
 
 def test_the_curves_of_one_run(page):
@@ -87,16 +79,6 @@ def test_the_curves_of_one_run(page):
     means = [[step, pytest.approx(1 / step, rel=1e-4)] for step in range(1, 6)]
     assert curves["loss"]["training"] == means
     assert curves["accuracy"]["validation"] == [[4, 0.9], [5, 0.75]]
-
-
-def test_curves_of_a_long_run_are_means_in_few_points(tmp_path):
-    losses = [step_line(step, loss=step % 2) for step in range(1, 5001)]
-    with watched(make_run(tmp_path / "long", run_line(), *losses)) as page:
-        page.runs()
-        points = page.curves()["loss"]["training"]
-    assert 300 < len(points) < 1000
-    assert [row[0] for row in points] == sorted(row[0] for row in points)
-    assert all(mean == pytest.approx(0.5, abs=0.2) for _, mean in points[1:-1])
 
 
 REFUSED = [  # token, headers, status: only who has it, on this machine, from the page itself

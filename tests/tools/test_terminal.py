@@ -78,9 +78,7 @@ def watching(runs):
 def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watching):
     pytest.importorskip("plotext")
     one, two = runs
-    watching.wait_for(
-        "one: running", "two", "failed", "50 %", "75.00 %", "80.0", "lr", "0.1", "0.2"
-    )
+    watching.wait_for("one: running", "two", "failed", "50 %", "75.00 %", "80.0", "lr", "0.2")
     watching.wait_for("epoch 2 of 4, step 20 of 40", "validation loss 0.2500", "so far [b]x[/b]")
     watching.wait_for("loss", "accuracy (%)", "training", "validation", "compute 60 %")
     watching.press("j")
@@ -130,10 +128,7 @@ def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path):
 def test_once_on_a_terminal_is_a_table_in_its_width(runs):
     words = [sys.executable, "-m", "hpctrain", "watch", "--once", *map(str, runs)]
     head, first, second = without_escapes(on_terminal(words, 80)).splitlines()
-    assert head.split() == ["run", "status", "done", "left", "validation", "best", "test"] + [
-        "images/s",
-        "lr",
-    ]
+    assert " ".join(head.split()) == "run status done left validation best test images/s lr"
     texts = first.split()
     assert texts[:4] == ["one", "running", "50", "%"]  # then the time left
     assert texts[5:] == [*["75.00", "%"] * 2, "80.0", "0.1"]
