@@ -43,6 +43,7 @@ def main(settings: WatchConfig) -> int:
     elif is_terminal:
         console = make_console()
         console.print(table_of(columns, rows, console.width))
-    for row in [] if is_terminal else rows:
-        say(status_line(row))
+    else:
+        for row in rows:
+            say(status_line(row))
     return 0

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,14 @@ class WatchedRun:
             return f"{self.name} has already ended"
         return ask(self.folder)
 
-    def curves(self, name: str) -> dict[str, list[Point]]:
-        """Return the curves of "loss" or "accuracy" by split, not empty ones."""
+    def curves(self) -> dict[str, dict[str, list[Point]]]:
+        """Return "loss" and "accuracy", each by split: pairs of step and mean, to 5 digits."""
+        found: dict[str, dict[str, list[Point]]] = {"loss": {}, "accuracy": {}}
         with self.lock:
-            splits = ("training", *self.history.evaluated)
-            found = {split: self.history.curve(name, split) for split in splits}
-        return {split: points for split, points in found.items() if points}
+            for name, split in product(found, ("training", *self.history.evaluated)):
+                if points := self.history.curve(name, split):
+                    found[name][split] = [(round(x), float(f"{y:.5g}")) for x, y in points]
+        return found
 
 
 def ended(outcome: Outcome) -> tuple[str, str]:

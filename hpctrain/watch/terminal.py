@@ -173,10 +173,10 @@ def draw(run: WatchedRun, width: int, height: int) -> Text:
     plotext.plot_size(width, height)
     is_wide = width >= WIDE or height < SHORT
     plotext.subplots(*((1, 2) if is_wide else (2, 1)))
-    for number, name in enumerate(("loss", "accuracy"), start=1):
+    for number, (name, curves) in enumerate(run.curves().items(), start=1):
         plot = plotext.subplot(*((1, number) if is_wide else (number, 1)))
         plot.title("loss" if name == "loss" else "accuracy (%)")
-        for split, points in run.curves(name).items():
+        for split, points in curves.items():
             steps, means = zip(*points, strict=True)
             values = [mean * (100 if name == "accuracy" else 1) for mean in means]
             make, marker = (plot.plot, "braille") if split == "training" else (plot.scatter, "●")

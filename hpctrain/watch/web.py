@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 
 from hpctrain.errors import Failure, UsageError
 from hpctrain.text import say
-from hpctrain.watch.runs import WatchedRun, WatchedRuns
+from hpctrain.watch.runs import WatchedRuns
 
 ADDRESS = "127.0.0.1"
 HEADERS = {
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
             columns, rows = self.server.runs.table()
             self._send({"columns": columns, "runs": rows})
         elif run and (self.command, path) == ("GET", "/curves"):
-            self._send(curves(run))
+            self._send({"key": run.key, "version": run.history.version} | run.curves())
         elif run and (self.command, path) == ("POST", "/stop"):
             try:
                 self._send({"text": run.stop()})
@@ -135,18 +135,3 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(*header)
         self.end_headers()
         self.wfile.write(text.encode())
-
-
-def curves(run: WatchedRun) -> dict[str, Any]:
-    """Return the key, the version and the curves of a run.
-
-    "loss" and "accuracy" are objects with a list for "training" and for each split; its items are
-    pairs of step and mean, to 5 digits.
-    """
-    found: dict[str, Any] = {"key": run.key, "version": run.history.version}
-    for name in ("loss", "accuracy"):
-        found[name] = {
-            split: [(round(step), float(f"{mean:.5g}")) for step, mean in points]
-            for split, points in run.curves(name).items()
-        }
-    return found
