@@ -72,7 +72,7 @@ def _types(settings: type[Settings]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return types
 
 
-types_of: Any = functools.cache(_types)
+types_of: Any = functools.cache(_types)  # Any: mypy takes a class with __hash__ for unhashable
 
 
 @dataclass(frozen=True)

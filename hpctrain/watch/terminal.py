@@ -44,20 +44,20 @@ def show(runs: WatchedRuns) -> int:
             " --once and --web do without"
         ) from error
     before = termios.tcgetattr(sys.stdin)
-    display = Display(runs)
+    shown = Screen(runs)
     runs.follow()
     try:
         tty.setcbreak(sys.stdin)
-        with Live(console=display.console, screen=True, auto_refresh=False) as live:
+        with Live(console=shown.console, screen=True, auto_refresh=False) as live:
             pause = 0.5  # until the thread has read something
-            while display.is_open:
+            while shown.is_open:
                 start = time.monotonic()
-                live.update(display.render(), refresh=True)
+                live.update(shown.render(), refresh=True)
                 cost = time.monotonic() - start
                 if select.select([sys.stdin], [], [], pause)[0]:
                     keys = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
                     for key in re.findall(r"\x1b\[.|.|\n", keys) or ["q"]:  # no keys: hung up
-                        display.press(key)
+                        shown.press(key)
                 pause = min(max(1.0, COST_RATIO * cost), LONGEST_WAIT)
     except KeyboardInterrupt:
         pass
@@ -66,7 +66,7 @@ def show(runs: WatchedRuns) -> int:
     return 0
 
 
-class Display:
+class Screen:
     """What is shown: the runs, the selected one, the column by which they are sorted."""
 
     def __init__(self, runs: WatchedRuns) -> None:
