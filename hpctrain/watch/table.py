@@ -39,13 +39,15 @@ def describe(history: History, status: str) -> Row:
     costs = history.costs()
     speed = costs.get("images_per_second")
     lost = f"{counted(history.lost, 'line')} of the record cannot be read: {history.problem}"
+    lost = lost if history.lost else ""
     return {
         "can_be_stopped": status in ("waiting", "running", "silent"),
         "version": history.version,
         "share": share,
         "progress": ", ".join(filter(None, progress)),
         "facts": facts(history, costs),
-        "notes": [*history.notes, *([lost] if history.lost else [])],
+        "notes": [*history.notes, *filter(None, [lost])],
+        "lost": lost,
         "cells": [
             (done, share),
             (remaining, left),
@@ -135,8 +137,7 @@ def order(cell: Cell) -> tuple[bool, bool, Any]:
 
 def status_line(row: Row) -> str:
     """Return the state of a run in one line, for pipes; of its notes the one on lost lines."""
-    lost = [note for note in row["notes"][-1:] if " of the record cannot be read: " in note]
-    parts = [row["name"], row["text"], row["progress"], facts_line(row), *lost]
+    parts = [row["name"], row["text"], row["progress"], facts_line(row), row["lost"]]
     return printable("  ".join(filter(None, parts)), newlines=False)
 
 
