@@ -213,14 +213,14 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
     if settings.mistakes and not inference.task.classes:
         raise agreed(UsageError("--mistakes shows wrong classes, and this network restores images"))
     pack = on_root(comm, find_pack, network, settings)
-    loss, metric = settings.loss or known["own_loss"], settings.metric or known["own_metric"]
+    of_file = {"loss": known["own_loss"], "metric": known["own_metric"]}
+    own = {name: getattr(settings, name) or of_file[name] for name in of_file}
     with on_all(comm):
-        named = {} if settings.loss else {"loss": loss}
-        named |= {} if settings.metric else {"metric": metric}
-        require_trust(named, path, settings.trust_code)
-        own, figures = import_own(loss, "--loss"), import_own(metric, "--metric")
+        untrusted = {name: own[name] for name in own if not getattr(settings, name)}
+        require_trust(untrusted, path, settings.trust_code)
+        of_user: Any = {name: import_own(own[name], f"--{name}") for name in own}
         source = Split(pack, settings.split)
-    inference = inference._replace(task=replace(inference.task, loss=own, metric=figures))
+    inference = inference._replace(task=replace(inference.task, **of_user))
     # With algorithms chosen by timing, the figures would depend on the ranks.
     with source, torch_settings(inference.task.precision, benchmark=False):
         result = evaluate(inference, source, comm, kept=settings.mistakes)

@@ -114,7 +114,7 @@ def classify(
 def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
     """Restore every image with the network, and write PNG files to --output. Collective."""
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
-    names = on_root(comm, own_names, folder, images.names)
+    names = on_root(comm, output_names, folder, images.names)
     bad, inference = Bad(), network.inference
     mine = range(comm.rank, inference.blocks(len(images)), comm.size)
 
@@ -134,7 +134,7 @@ def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, co
     on_root(comm, refuse_unusable, bad, len(names), f"; {folder} holds the others")
 
 
-def own_names(folder: Path, files: Sequence[str]) -> list[str]:
+def output_names(folder: Path, files: Sequence[str]) -> list[str]:
     """Create the folder, and return an output name per file, numbered if files share a name."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
