@@ -145,7 +145,7 @@ class Config(Settings):
         " a window, for slow disks; default: partition, for chunked datasets blocks"
     )
     balanced_sampling: bool = option(
-        "draw all classes equally often, by repeating images of rare classes and leaving out others",
+        "draw all classes equally often: repeat images of rare ones, leave out some of the others",
         False,
     )
     read_buffer: Bytes = option(
