@@ -110,6 +110,8 @@ def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
     """
     file, runs = Path(settings.file), Path(settings.runs_dir)
     if not file.is_file():
+        if file.suffix == ".toml":
+            raise UsageError(f"there is no file {file}")
         folder = find_folder(settings.file, settings.runs_dir)
         file = folder / SWEEP_FILE
         if settings.run is None:

@@ -205,6 +205,7 @@ SWEEPS = {
 OTHERS = """
 sweep | sweep
 sweep nothing
+sweep nothing.toml | "no file"
 sweep photos
 sweep two.toml --launcher srun | srun Slurm
 sweep two.toml --results --run nothing | --results nothing
