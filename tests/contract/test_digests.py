@@ -217,6 +217,8 @@ def test_the_bits_are_those_of_one_rank_and_of_the_table(case, folder, table, re
     elif known := table.get(key, {}).get(case):
         assert (entry["weights"], entry["optimizer"]) == (known["weights"], known["optimizer"])
         assert entry["figures"] == pytest.approx(known["figures"], rel=1e-12, abs=0)
+    else:
+        pytest.skip(f"equal on 1 to 3 ranks, but the table has none for {key}: see --update")
 
 
 def test_every_case_of_the_table_has_bits_of_its_own(table):
