@@ -1,31 +1,14 @@
-"""The rules of the house: what may import what, what pages refer to exists, how tests are made."""
+"""The rules of the house: importing is light, what pages refer to exists, how tests are made."""
 
 import ast
 import json
 import re
 import sys
-from fnmatch import fnmatch
 
 import hpctrain
 from tests.support.launch import ROOT, run
 from tests.support.names import all_names
 
-TREES = {p.relative_to(ROOT): ast.parse(p.read_text()) for p in ROOT.glob("hpctrain/**/*.py")}
-MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in TREES}
-# From the bottom up. A module imports from its own floor and from those below it, but on the
-# floor of the rooms (the third) from its own room only.
-FLOORS = (
-    "hpctrain errors text typed config* files fault cluster streams watchdog data.partition",
-    "plan",
-    "data* parallel* models* report*",
-    "tasks training* inference* packing*",
-    "*",
-)
-ONLY_IN = {
-    "mpi4py": "parallel.mpi",
-    "cupy": "parallel.device",
-    "h5py": "data.pack data.external packing.write",
-}
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES += DOCS
@@ -38,39 +21,6 @@ OTHERS = """
 PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w.-]))")
 #: Names of the package's inside that tests know, and test files that sleep: at most.
 MOST_NAMES, MOST_SLEEPERS = 80, 7
-
-
-def allowed(module, imported):
-    def is_in(name, patterns):
-        return any(fnmatch(name.removeprefix("hpctrain."), p) for p in patterns.split())
-
-    if imported.split(".")[0] != "hpctrain":
-        return is_in(module, ONLY_IN.get(imported.split(".")[0], "*"))
-    own, other = (next(i for i in range(5) if is_in(n, FLOORS[i])) for n in (module, imported))
-    return other < own or (
-        other == own and (own != 2 or module.split(".")[1] in imported.split("."))
-    )
-
-
-def imports(tree):
-    """Names of the modules that a file imports, also inside functions, types alone left out."""
-    guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n)]
-    for_types = {id(inner) for guard in guards for inner in ast.walk(guard)}
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from [name for name in inner if name in MODULES] or [node.module]
-
-
-def test_imports_point_one_way():
-    pairs = [(m, name) for m, path in MODULES.items() for name in imports(TREES[path])]
-    assert [f"{m} imports {name}" for m, name in pairs if not allowed(m, name)] == []
-    assert not allowed("hpctrain.data.loader", "hpctrain.models.resnet")
-    assert not allowed("hpctrain.training.train", "mpi4py")
 
 
 def test_importing_starts_nothing():

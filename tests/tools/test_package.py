@@ -97,10 +97,3 @@ def test_the_sdist_holds_tests_and_pages(built):
         "LICENSE",
     ):
         assert (source / name).is_file(), name
-
-
-def test_the_citation_is_of_this_version():
-    text = (ROOT / "CITATION.cff").read_text()
-    assert f"\nversion: {hpctrain.__version__}\n" in text
-    workflow = (ROOT / ".github/workflows/test.yml").read_text()
-    assert "run: scripts/test\n" in workflow
