@@ -1,6 +1,5 @@
 """The rules of the house: importing is light, what pages refer to exists, how tests are made."""
 
-import ast
 import json
 import re
 import sys
@@ -65,22 +64,16 @@ def test_the_flags_that_pages_name_exist():
     assert len(named) > 80
 
 
-def names_in(path):
-    """Functions, classes, methods and module constants of a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (target.id for target in targets if isinstance(target, ast.Name))
-
-
 def test_the_files_and_functions_that_the_architecture_names_exist():
     """As `file.py` and `file.py: name, name`; in the figures each file on a line of its own."""
 
     def find(path):
         places = [ROOT / path, ROOT / "hpctrain" / path]
         return next((place for place in places if place.exists()), None)
+
+    def defines(path, name):
+        line = rf"^( *(def|class) {name}\b|{name}( =|: )|    {name}: )"
+        return re.search(line, find(path).read_text(), re.MULTILINE)
 
     page = (ROOT / "docs/architecture.md").read_text()
     tree = (ROOT / "README.md").read_text().partition("## How it is built")[2]
@@ -89,7 +82,7 @@ def test_the_files_and_functions_that_the_architecture_names_exist():
     assert [path for path in paths if not find(path)] == [] and len(paths) > 40
     named = re.findall(r"`([\w/]+\.py): ([\w., ]+)`", page)
     pairs = {(path, name) for path, names in named for name in re.split(", |[.]", names)}
-    assert {pair for pair in pairs if pair[1] not in names_in(find(pair[0]))} == set()
+    assert [pair for pair in pairs if not defines(*pair)] == [] and len(pairs) > 20
 
 
 def test_tests_know_few_names_of_the_inside():
