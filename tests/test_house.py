@@ -31,6 +31,12 @@ def test_importing_starts_nothing():
     assert all(getattr(hpctrain, name) for name in hpctrain.__all__)
 
 
+def test_the_page_of_settings_is_that_of_their_classes():
+    made = run([sys.executable, "docs/settings.py"], cwd=ROOT)
+    again = "python docs/settings.py > docs/settings.md"
+    assert (ROOT / "docs/settings.md").read_text() == made.stdout, again
+
+
 def targets(page):
     """The files that a page's links lead to, and the headings that they name there."""
     for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
