@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email
 import os
 import re
 import shutil
@@ -55,21 +54,8 @@ def test_the_wheel_holds_the_package_and_its_data_alone(built):
     recipes = {f"hpctrain/recipes/{path.name}" for path in (ROOT / "scripts/recipes").iterdir()}
     assert len(templates) > 4 and recipes
     assert inside == modules | pages | templates | recipes | {"hpctrain/py.typed"}
-
-
-def test_the_metadata_say_what_it_is(built):
-    (wheel,) = built.glob("*.whl")
-    file = zipfile.ZipFile(wheel)
-    (name,) = [name for name in file.namelist() if name.endswith("/METADATA")]
-    found = email.message_from_bytes(file.read(name))
-    assert (found["Name"], found["License-Expression"] or found["License"]) == ("hpctrain", "MIT")
-    assert found["Requires-Python"] == ">=3.11" and found["Summary"] and found["Keywords"]
-    assert found.get_payload().startswith("# hpctrain")
-    needed = {re.split(r"[ ;<>=!\[]", text)[0] for text in found.get_all("Requires-Dist")}
-    imported = {"h5py", "mpi4py", "numpy", "pillow", "rich", "safetensors", "torch"}
-    assert needed >= imported and "jsonargparse" not in needed
-    (scripts,) = [name for name in file.namelist() if name.endswith("/entry_points.txt")]
-    assert b"hpctrain = hpctrain.__main__:program" in file.read(scripts)
+    (scripts,) = [name for name in names if name.endswith("/entry_points.txt")]
+    assert b"hpctrain = hpctrain.__main__:program" in zipfile.ZipFile(wheel).read(scripts)
 
 
 def test_the_wheel_works_without_the_source_tree(built, tmp_path):
