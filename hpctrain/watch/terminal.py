@@ -40,8 +40,7 @@ def show(runs: WatchedRuns) -> int:
         import plotext  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            "watch needs the package plotext: pip install 'hpctrain[watch]';"
-            " --once and --web do without"
+            "watch needs plotext: pip install plotext; --once and --web do without"
         ) from error
     before = termios.tcgetattr(sys.stdin)
     shown = Screen(runs)

@@ -143,4 +143,4 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path):
         "try: terminal.show(None)\n"
         "except UsageError as error: print(error)"
     )
-    assert "pip install 'hpctrain[watch]'" in run([sys.executable, "-c", program]).stdout
+    assert "pip install plotext" in run([sys.executable, "-c", program]).stdout
