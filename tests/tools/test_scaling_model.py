@@ -11,7 +11,7 @@ from scripts.scaling import Link, Traffic, efficiency, main, ring, slowest, tree
 HOROVOD = Link((9.6e-6 + 3 * 5.7e-6) / 4, 25e9 / 8), 0.007, ring
 SUMMIT = Link(5e-6, 2 * 100e9 / 8), 0.024, tree
 RESNET_101 = 64 * (1 / 219 + 1 / 91.8) / 2, 44_549_160
-# Machine, seconds of a step, parameters, ranks, efficiency: see docs/speed.md.
+# Machine, seconds of a step, parameters, ranks, efficiency: see docs/benchmarks.md.
 PUBLISHED = [
     (HOROVOD, *RESNET_101, 128, 0.90),
     (HOROVOD, *RESNET_101, 512, 0.90),
