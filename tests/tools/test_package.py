@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
@@ -83,3 +84,11 @@ def test_the_sdist_holds_tests_and_pages(built):
         "LICENSE",
     ):
         assert (source / name).is_file(), name
+
+
+def test_the_oldest_versions_that_are_tested_are_the_oldest_allowed():
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    tested = dict(re.findall(r"(numpy|h5py|torch)==([\d.]+)", workflow))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {f"{name}>={version.removesuffix('.0')}" for name, version in tested.items()}
+    assert len(tested) == 3 and needed <= {*project["dependencies"]}
