@@ -30,12 +30,11 @@ from tests.support.ranks import alone, command, job, on_ranks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-START = re.compile(
-    r"(\w+=\S+ )*(mpirun|srun|sbatch|salloc|qsub|flux|python|pip|(scripts|slurm|tests)/\S+)\s"
-)
+COMMANDS = r"mpirun|srun|sbatch|salloc|qsub|flux|python|pip|hpctrain|(scripts|slurm|tests)/\S+"
+START = re.compile(rf"(\w+=\S+ )*({COMMANDS})(\s|$)")
 NOT_RUN = {
     r"^(srun|sbatch|salloc|qsub|flux|slurm/|PACK=)": "needs a scheduler",
-    r"^pip |weights=.*DEFAULT|pretrained=True": "needs the internet",
+    r"^pip |-m (pip|venv)|weights=.*DEFAULT|pretrained=True": "needs the internet",
     r"^(scripts|tests)/|tests/gpu|-m scripts\.bench": "takes minutes, and other tests start it",
     r"--config scripts/recipes": "trains a ResNet-50",
     r"--device cuda|--cuda-graphs|--reduce|--precision": "needs a GPU",
@@ -91,9 +90,9 @@ def smaller(text):
 
 
 def words_of(line):
-    """The words after each `-m hpctrain` in a line, without variables of the shell."""
+    """The words after each `hpctrain` in a line, without variables of the shell."""
     words = [word for word in shlex.split(line) if "$" not in word]
-    found = [i for i in range(1, len(words)) if words[i - 1 : i + 1] == ["-m", "hpctrain"]]
+    found = [i for i, word in enumerate(words) if word == "hpctrain" and words[0] != "pip"]
     return [words[i + 1 :] for i in found]
 
 
@@ -218,9 +217,9 @@ def test_the_commands_of_a_page_run(page, folder):
         words = shlex.split(line)
         if words_of(line):
             run_hpctrain(line)
-        elif words[1] == "-m":
+        elif line.startswith("python -m scripts."):
             done = run([sys.executable, *words[1:]], cwd=ROOT)
             assert done.returncode == 0, line + done.stderr
         else:
-            assert words[0] == "python", f"run this, or say in NOT_RUN why not: {line}"
+            assert re.fullmatch(r"python \w+\.py", line), f"run, or say in NOT_RUN why not: {line}"
             run_program(1, folder / words[1])
