@@ -7,8 +7,8 @@ wait for the slowest one, whose time is the expected maximum of P such times. A 
 takes latency + b / bandwidth, and a rank sends its messages one after another (R. W. Hockney, "The
 communication challenge for MPP", Parallel Computing 20, 1994). With overlap, gradients are summed
 in segments while backward computes the remaining ones. The efficiency is c divided by the time of
-the step. The model ignores topology, other jobs and the file system. docs/benchmarks.md says where to
-measure its inputs, and compares it with published runs.
+the step. The model ignores topology, other jobs and the file system. docs/benchmarks.md says where
+to measure its inputs, and compares it with published runs.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import sys
 import termios
 import time
@@ -35,13 +36,14 @@ KEYS = "j k select   o sort   s stop   q quit"
 
 
 def show(runs: WatchedRuns) -> int:
-    """Watch until q or Ctrl-C is pressed."""
+    """Watch until q or Ctrl-C is pressed, or SIGTERM comes."""
     try:
         import plotext  # noqa: F401
     except ImportError as error:
         raise UsageError(
             "watch needs plotext: pip install plotext; --once and --web do without"
         ) from error
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is restored
     before = termios.tcgetattr(sys.stdin)
     shown = Screen(runs)
     runs.follow()

@@ -117,7 +117,7 @@ def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path):
         watching.wait_for("1 of 40", "00-long", "validation", "75.00 %", "accuracy (%)", "q quit")
         watching.press("k")
         watching.wait_for("40 of 40", "39-long")
-        watching.process.send_signal(signal.SIGINT)
+        watching.process.send_signal(signal.SIGTERM)
         wait_for(lambda: watching.read() is not None and watching.process.poll() is not None)
         assert watching.process.returncode == 0
     finally:
