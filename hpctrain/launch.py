@@ -31,6 +31,8 @@ UNBOUND = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "HYDRA_BINDING": "none",
 }
+# To a launcher: all forward it to all ranks, which save and end. MPICH's mpirun dies of SIGUSR2.
+NOTICE = signal.SIGUSR1
 CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
 KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL

@@ -171,7 +171,7 @@ class Supervisor:
         return self._give_back(f"{self._signals[0][0].name} while no launch was running")
 
     def _launch(self, number: int, saved_before: int) -> EndedLaunch:
-        """Launch the run once, and wait for its end; signals are passed on as SIGUSR2."""
+        """Launch the run once, and wait for its end; signals are passed on as `launch.NOTICE`."""
         words, env = self._words, dict(os.environ)
         if self._allocation:
             words, env = self._allocation.command(words), self._allocation.environment()
@@ -191,7 +191,7 @@ class Supervisor:
                 if self._is_ended_by_user():
                     name = self._signals[0][0].name
                     tell(f"{name}: the run saves and ends; once more ends it at once")
-                process.send_signal(signal.SIGUSR2)  # launchers forward it to all ranks
+                process.send_signal(launch.NOTICE)
             if launch.is_repeated(self._signals):
                 launch.end(process)
             elif not checked and time.monotonic() > until:

@@ -276,7 +276,7 @@ class Training:
         """
         if what == "preempt" and self.requested in ("", "stop"):
             self.requested = what
-            self.process.send_signal(signal.SIGUSR2)  # launchers forward it to all ranks
+            self.process.send_signal(launch.NOTICE)
         elif not self.requested and self.run.is_dir():
             self.requested = what
             request_stop(self.run)

@@ -16,7 +16,7 @@ from tests.support.scripts import write_scripts
 from tests.support.wait import wait_for
 
 FAKE_SRUN = """
-trap 'echo told >>"$OUT/told"; sleep 0.3; exit 75' USR2
+trap 'echo told >>"$OUT/told"; sleep 0.3; exit 75' USR1
 echo "$*" >"$OUT/launched"
 touch "$OUT/begun"
 for _ in $(seq 1000); do sleep 0.1; done

@@ -142,7 +142,7 @@ def launches(run):
     return (run / "launches").read_text().splitlines()
 
 
-ASKED = "trap 'exit {}' USR2; kill -USR2 $PPID; while :; do sleep 0.05; done"
+ASKED = "trap 'exit {}' USR1; kill -USR2 $PPID; while :; do sleep 0.05; done"
 VERDICTS = {  # launches -> exit code, launches, what is said
     "done": ("exit 0", 0, 1, "$"),
     "no reason": (
@@ -275,7 +275,7 @@ def test_a_command_whose_file_names_a_function_needs_trust_code(run, tmp_path):
 
 def test_a_launcher_that_does_not_end_is_killed_after_the_second_request(run, monkeypatch):
     monkeypatch.setattr("hpctrain.launch.KILL_AFTER", 1.0)
-    script = "trap '' USR2; trap 'echo x >>terms' TERM; kill -INT $PPID; sleep 2; kill -INT $PPID;"
+    script = "trap '' USR1; trap 'echo x >>terms' TERM; kill -INT $PPID; sleep 2; kill -INT $PPID;"
     code, said = supervised(run, script + "while :; do sleep 0.05; done")
     assert code == LEFT and "ended, SIGKILL: " in said
     assert said.startswith("SIGINT: the run saves and ends; once more ends it at once\n")
@@ -284,7 +284,7 @@ def test_a_launcher_that_does_not_end_is_killed_after_the_second_request(run, mo
 
 def test_a_signal_that_a_scheduler_sends_twice_and_one_after_a_notice_are_no_second_request(run):
     """The user ended the job: it is not requeued."""
-    script = "trap '' USR2; trap 'echo x >>terms' TERM;"
+    script = "trap '' USR1; trap 'echo x >>terms' TERM;"
     script += "kill -USR2 $PPID; sleep 1.2; kill -TERM $PPID; sleep 0.1; kill -TERM $PPID;"
     code, said = supervised(run, script + "sleep 0.5; exit 75", env={"SLURM_JOB_ID": "7"})
     assert code == LEFT and not (run / "terms").exists()

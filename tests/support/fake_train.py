@@ -36,7 +36,7 @@ def leave(number, frame):
     tell("notice")
 
 
-signal.signal(signal.SIGUSR2, leave)
+signal.signal(signal.SIGUSR1, leave)
 
 
 def gone():
@@ -76,6 +76,6 @@ for epoch in range(done + 1, epochs + 1):
         (folder / "STOP").unlink()
         end("stopped", 0, "asked to stop")
     if gone():
-        end("preempted", 75, "SIGUSR2; saved")
+        end("preempted", 75, "SIGUSR1; saved")
 put("evaluation", epoch=epochs, step=epochs, split="test", loss=1.0, accuracy=1 - settings["lr"])
 end("done", 0)
