@@ -71,7 +71,7 @@ def test_a_run_that_dies_is_launched_again_with_the_same_bits(supervise, setting
     code, lines, err = finish(supervise("--max-failures", "1", fault="step.done:kill:9"))
     assert code == 0, err
     ((number, cause, step),) = re.findall(
-        r"launch (\d) failed, exit code 137: (.*); restarting, after step (\d+)$", lines, re.M
+        r"launch (\d) failed, exit code (?:137|9): (.*); restarting, after step (\d+)$", lines, re.M
     )
     assert number == "1" and step in ("6", "9")
     assert re.search("killed, reason unknown: rank 0 on ", cause)
