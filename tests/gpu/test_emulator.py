@@ -145,7 +145,12 @@ RACES = """
 import races, torch
 from tests.gpu.test_emulator import handed_over
 handed_over(True)
-assert not races.found, races.found
+values, graph = torch.ones(9, device="cuda"), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):  # captured on a stream of its own, launched on the current one
+    doubled = values * 2
+values.copy_(torch.ones(9))
+graph.replay()
+assert not races.found and doubled.sum() == 18, races.found
 handed_over(False)
 print(len(races.found), races.found)
 """

@@ -367,7 +367,10 @@ std::atomic<Observer> observer{nullptr};
 
 void observe(const c10::OperatorHandle& op, const Stack& arguments, const Stack& results, c10::Device device) {
   Observer told = observer;
-  if (!told)
+  cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  // What is captured runs when its graph is launched, as work of that stream, which is not told.
+  if (!told || cudaStreamIsCapturing(stream, &capture) || capture != cudaStreamCaptureStatusNone)
     return;
   std::vector<Access> found;
   std::unordered_set<c10::TensorImpl*> given;
@@ -383,7 +386,7 @@ void observe(const c10::OperatorHandle& op, const Stack& arguments, const Stack&
     if (!given.count(t.unsafeGetTensorImpl()) && t.numel())
       found.push_back({t.const_data_ptr(), 1, 1});
   std::string name = op.schema().name() + "." + op.schema().overload_name();
-  told(name.c_str(), c10::cuda::getCurrentCUDAStream(device.index()), found.data(), static_cast<int>(found.size()));
+  told(name.c_str(), stream, found.data(), static_cast<int>(found.size()));
 }
 
 // ---- kernels ----

@@ -1,6 +1,7 @@
 """HPCTRAIN_EMULATED_GPU_RACES=1: torch's CUDA sanitizer is told of every kernel and copy, of all
 threads. Two that touch the same memory on two streams, one of them writing, without an event
 between them, are printed as RACE with the lines of Python that queued them, whatever came of it.
+What a CUDA graph touches when it is launched is not seen.
 """
 
 from __future__ import annotations
