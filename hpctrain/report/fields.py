@@ -6,8 +6,8 @@ after its checkpoint, then appends another line of kind "run". JSON has no NaN a
 8259): such a number is recorded as null, and ``nonfinite`` lists the names of these fields.
 
 **To add a field**, add a line to `FIELDS` and pass the value where the record is made (for steps
-``Recorder.write`` in training/loop.py). `scalar` makes TensorBoard show it, `label` makes ``plot``
-draw a panel of it, `deterministic` makes ``compare`` compare it. No other change is needed.
+``Recorder.write`` in training/loop.py). `scalar` makes TensorBoard show it, `deterministic` makes
+``compare`` compare it. No other change is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Field(NamedTuple):
     required: bool = False
     deterministic: bool = False  # equal runs record equal values: ``compare`` compares them
     scalar: bool = False  # shown by TensorBoard
-    label: str = ""  # axis label of its panel in ``plot``; empty: no panel
 
     def check(self, value: Any, name: str) -> None:
         """Raise ValueError if the field cannot hold `value`."""
@@ -45,8 +44,7 @@ class Field(NamedTuple):
 
 COUNT, NUMBER, TEXT = Field(int), Field(float), Field(str)
 PHASES = Field(float, is_object=True)  # seconds by phase
-LOSS = Field(float, deterministic=True, scalar=True, label="loss")
-ACCURACY = Field(float, deterministic=True, scalar=True, label="accuracy (%)")
+METRIC = Field(float, deterministic=True, scalar=True)
 EXACT_COUNT = Field(int, deterministic=True)
 
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
@@ -61,8 +59,8 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "step": {
         "epoch": COUNT,
         "step": Field(int, required=True),
-        "loss": LOSS,  # mean over the mini-batch of all ranks
-        "accuracy": ACCURACY,
+        "loss": METRIC,  # mean over the mini-batch of all ranks
+        "accuracy": METRIC,
         "learning_rate": Field(float, deterministic=True, scalar=True),
         "images_per_second": Field(float, scalar=True),
         "slowest_rank": COUNT,
@@ -81,10 +79,10 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "epoch": COUNT,
         "step": Field(int, required=True),
         "split": Field(str, required=True, deterministic=True),
-        "loss": LOSS,
+        "loss": METRIC,
         "unweighted_loss": Field(float, deterministic=True, scalar=True),  # with --class-weights
         "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
-        "accuracy": ACCURACY,
+        "accuracy": METRIC,
         "balanced_accuracy": Field(float, deterministic=True, scalar=True),  # mean recall, where
         # classes are weighted or sampled alike
         "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
@@ -110,7 +108,6 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "digest": TEXT,
     },
 }
-LABELS = {name: field.label for name, field in FIELDS["step"].items() if field.label}  # of curves
 
 
 def fields_marked(kind: str, mark: str) -> list[str]:

@@ -1,11 +1,11 @@
 """``hpctrain plot RUN…|SWEEP``: plot accuracy and loss of runs by epoch, and confusion matrices.
 
 Only records are read, without MPI, torch or a display; a run may still be training. There is a
-panel of accuracy, below it one of loss, and one for each other field of steps that has a label
-(``report/fields.py``) and each figure of validations. Training is a line: the mean of each epoch at
-its end, or steps if fewer than two epochs have one. Validation is dots. Each run has a column, and
-all share their axes; with --overlay, or if there are more than `APART`, all are drawn in the same
-panels, each in its own colour, and the axes fit the last half of each curve.
+panel of accuracy, below it one of loss and one of each other figure of validations. Training is a
+line: the mean of each epoch at its end, or steps if fewer than two epochs have one. Validation is
+dots. Each run has a column, and all share their axes; with --overlay, or if there are more than
+`APART`, all are drawn in the same panels, each in its own colour, and the axes fit the last half of
+each curve.
 
 Figures need matplotlib, an optional package.
 """
@@ -24,7 +24,6 @@ import numpy as np
 from hpctrain.config import PlotConfig
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
-from hpctrain.report.fields import LABELS
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, find_runs
 from hpctrain.report.history import History
 from hpctrain.text import say, short_number, shortened
@@ -55,7 +54,6 @@ class RunCurves(NamedTuple):
     name: str
     problem: str  # why it is not done, or that it is not finished; empty if it is done
     summary: str  # how the training ended, and the result of the test
-    loss: str  # kind of loss, such as cross-entropy
     curves: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -110,7 +108,7 @@ def read_curves(name: str, folder: Path) -> RunCurves:
     per_epoch = history.steps_per_epoch()
     curves = {}
     own = [name for name in history.evaluations if name.startswith(OWN)]
-    for column in dict.fromkeys([*FIRST, *LABELS, *own]):
+    for column in (*FIRST, *own):
         scale = 100 if column == "accuracy" else 1
         splits = ("epochs", 1.0), ("training", per_epoch), ("validation", per_epoch)
         epochs, steps, validation = (
@@ -122,10 +120,6 @@ def read_curves(name: str, folder: Path) -> RunCurves:
             curves[column.removeprefix(OWN[0]).replace("_", " ")] = training, validation
     if not curves:
         raise UsageError(f"{name} has recorded nothing to plot yet")
-    given = history.facts.get("settings") or {}
-    if not (loss := given.get("loss")):
-        loss = "weighted cross-entropy" if given.get("class_weights") else "cross-entropy"
-        loss = loss if "accuracy" in curves else "mean squared error"
     result = f"test loss {short_number(history.test.loss)}" if history.test.loss else ""
     if history.test.accuracy is not None:
         result = f"test accuracy {100 * history.test.accuracy:.2f} %"
@@ -133,7 +127,7 @@ def read_curves(name: str, folder: Path) -> RunCurves:
     status = "" if outcome.status == "done" else outcome.status or "not finished"
     summary = ", ".join(filter(None, [status, result])) or "done"
     problem = status and (outcome.reason or summary)
-    return RunCurves(name, problem, summary, loss, curves)
+    return RunCurves(name, problem, summary, curves)
 
 
 def plot_training(networks: Sequence[RunCurves], overlay: bool = False) -> Any:
@@ -207,8 +201,7 @@ def _format(row: Sequence[Any], name: str, networks: Sequence[RunCurves], overla
         row[0].set(ylim=(0, 100), yticks=range(0, 101, 20))
     else:
         row[0].set_ylim(min(0.0, low), 1.05 * high or 1.0)
-    losses = ", ".join(dict.fromkeys(network.loss for network in networks))
-    label = f"loss ({losses})" if name == "loss" else LABELS.get(name, name)
+    label = "accuracy (%)" if name == "accuracy" else name
     row[0].set_ylabel(shortened(label, 40), parse_math=False)
     for axes in row:
         axes.grid(color="0.88", linewidth=0.6)
