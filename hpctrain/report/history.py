@@ -362,11 +362,6 @@ class History:
         gaps = [(low + 1, high - 1) for low, high in itertools.pairwise(known) if low + 1 < high]
         return listed([f"{a:,} to {b:,}" if a < b else f"{a:,}" for a, b in gaps], 3)
 
-    def steps_per_epoch(self) -> float:
-        """Return the steps per epoch of the run's description, else an estimate from its steps."""
-        epochs = max(self.completed, self.step.get("epoch") or 1)
-        return self.facts.get("steps_per_epoch") or max(self.step.get("step", 0) / epochs, 1)
-
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation.
 

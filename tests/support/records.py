@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import hpctrain as hp
 from tests.support.api import Recorder
 
 FILE = "progress.jsonl"
@@ -188,34 +187,3 @@ with Recorder(Path({str(folder)!r}), {progress!r}) as recorder:
 """
     lines = [f"    {each}" for each in body.strip().splitlines()]
     return [sys.executable, "-c", program + "\n".join(lines)]
-
-
-class Follower:
-    """Reads a growing record as a display does; `strict`: as a resumed launch."""
-
-    def __init__(self, folder: Path, strict: bool = False) -> None:
-        self._history = hp.History(folder, "all" if strict else "sampled")
-
-    def look(self) -> bool:
-        """Read what is new; whether there was anything."""
-        return self._history.follow()
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """The loss of each step."""
-        return {int(step): mean for step, mean in self._history.curve("loss")}
-
-    @property
-    def seen(self) -> dict[str, Any]:
-        """What else is known."""
-        history = self._history
-        return {
-            "facts": dict(history.facts),
-            "status": history.launch.outcome.status,
-            "notes": list(history.notes),
-            "validations": len(history.validations),
-            "last": history.step.get("step", 0),
-            "read": history.decoded,
-            "lost": history.lost,
-            "problem": history.problem or "",
-        }

@@ -15,7 +15,6 @@ from tests.support.page import watched
 from tests.support.ranks import alone
 from tests.support.records import (
     FILE,
-    Follower,
     beat,
     end_line,
     epoch_line,
@@ -82,9 +81,9 @@ def test_a_value_that_a_field_cannot_hold_is_refused_by_line_and_name(runs, kind
         with pytest.raises(hp.UsageError, match=f"line {number + 1} [^\n]*$") as caught:
             list(read_records(runs / "bad"))
         assert name in str(caught.value) or beyond
-        follower = Follower(runs / "bad", strict=True)  # as a resumed launch reads it
-        follower.look()
-        assert f"line {number + 1}" in follower.seen["problem"]
+        history = hp.History(runs / "bad")  # as a resumed launch reads it
+        history.follow()
+        assert f"line {number + 1}" in history.problem
 
 
 @given(data=st.data())

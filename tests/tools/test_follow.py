@@ -13,7 +13,6 @@ import hpctrain as hp
 from tests.support.api import truncate_record
 from tests.support.records import (
     FILE,
-    Follower,
     append,
     end_line,
     evaluation_line,
@@ -34,80 +33,85 @@ WHOLE = [
 ]
 
 
-def steps(follower):
-    return list(follower.losses)
+def losses(history):
+    """The loss of each step."""
+    return {int(step): mean for step, mean in history.curve("loss")}
+
+
+def steps(history):
+    return list(losses(history))
 
 
 def test_only_what_was_added_is_read_and_a_torn_line_when_it_is_whole(tmp_path):
     run = make_run(tmp_path / "a", run_line(), step_line(1))
-    follower = Follower(run)
-    assert follower.look() and not follower.look()
-    before, second, last = follower.seen["read"], step_line(2), step_line(4)
+    history = hp.History(run, "sampled")
+    assert history.follow() and not history.follow()
+    before, second, last = history.decoded, step_line(2), step_line(4)
     append(run, second[:50])
-    assert not follower.look()
+    assert not history.follow()
     append(run, second[50:], step_line(3), last[:20])
-    assert follower.look() and follower.seen["read"] == before + 2
+    assert history.follow() and history.decoded == before + 2
     append(run, last[20:])
-    assert follower.look() and follower.seen["read"] == before + 3
-    assert (steps(follower), follower.seen["problem"]) == ([1, 2, 3, 4], "")
+    assert history.follow() and history.decoded == before + 3
+    assert (steps(history), history.problem) == ([1, 2, 3, 4], None)
 
 
 @given(cuts=st.lists(st.integers(0, len(b"".join(WHOLE))), max_size=6))
 def test_wherever_a_growing_record_is_looked_at_it_is_read_once_and_whole(cuts, tmp_path_factory):
     text = b"".join(WHOLE)
     run = make_run(tmp_path_factory.mktemp("run") / "a")
-    follower = Follower(run)
+    history = hp.History(run, "sampled")
     for begin, end in itertools.pairwise([0, *sorted(cuts), len(text)]):
         append(run, text[begin:end])
-        follower.look()
+        history.follow()
         whole = text[:end].count(b"\n")
-        assert (follower.seen["read"], follower.seen["problem"]) == (whole, "")
-    assert follower.losses == {number: 1 / number for number in range(1, 20)}
-    seen = follower.seen
-    assert (seen["status"], seen["notes"], seen["validations"]) == ("done", ["so far"], 1)
+        assert (history.decoded, history.problem) == (whole, None)
+    assert losses(history) == {number: 1 / number for number in range(1, 20)}
+    assert history.outcome().status == "done"
+    assert (list(history.notes), len(history.validations)) == (["so far"], 1)
 
 
 def test_a_record_that_is_not_there_yet_and_one_that_goes(tmp_path):
-    follower = Follower(tmp_path / "a")
-    assert not follower.look() and follower.seen["problem"] == ""
+    history = hp.History(tmp_path / "a", "sampled")
+    assert not history.follow() and history.problem is None
     run = make_run(tmp_path / "a", run_line()[:8])
-    assert not follower.look() and not follower.seen["facts"] and not follower.seen["problem"]
+    assert not history.follow() and not history.facts and not history.problem
     (run / FILE).write_bytes(run_line(model="x"))
-    assert follower.look() and follower.seen["facts"]["model"] == "x"
+    assert history.follow() and history.facts["model"] == "x"
     (run / FILE).unlink()
-    assert follower.look() and not follower.seen["facts"]
+    assert history.follow() and not history.facts
     (run / FILE).mkdir()
-    assert follower.look() and not follower.look()
-    assert follower.seen["problem"] == f"cannot read {run / FILE}: Is a directory"
+    assert history.follow() and not history.follow()
+    assert history.problem == f"cannot read {run / FILE}: Is a directory"
     (run / FILE).rmdir()
     (run / FILE).write_bytes(run_line(model="x"))
-    assert follower.look() and (follower.seen["problem"], follower.seen["lost"]) == ("", 0)
+    assert history.follow() and (history.problem, history.lost) == (None, 0)
 
 
 def test_a_resumed_launch_cuts_the_record_back_and_is_told_anew(tmp_path):
     lines = [run_line(), *step_lines(1, 5), line("note", text="early"), *step_lines(6, 7)]
     run = make_run(tmp_path / "a", *lines, evaluation_line(7, "test"), end_line("preempted"))
-    follower = Follower(run)
-    follower.look()
-    assert follower.seen["status"] == "preempted"
+    history = hp.History(run, "sampled")
+    history.follow()
+    assert history.outcome().status == "preempted"
     truncate_record(run, step=5, epoch=0, validated=0)
     append(run, run_line(ranks=3), *step_lines(6, 19, loss=9.0))
-    assert follower.look()
-    seen = follower.seen
-    assert (seen["status"], seen["facts"]["ranks"], seen["notes"]) == ("", 3, ["early"])
-    assert follower.losses == {n: 1 / n if n < 6 else 9.0 for n in range(1, 20)}
+    assert history.follow()
+    assert (history.outcome().status, history.facts["ranks"]) == ("", 3)
+    assert list(history.notes) == ["early"]
+    assert losses(history) == {n: 1 / n if n < 6 else 9.0 for n in range(1, 20)}
 
 
 @pytest.mark.parametrize("last", [2, 7, 29])
 def test_a_record_rewritten_in_the_same_file_is_read_anew(tmp_path, last):
     run = make_run(tmp_path / "a", run_line(time=1e9), *step_lines(1, 7, time=1e9))
-    follower = Follower(run)
-    follower.look()
+    history = hp.History(run, "sampled")
+    history.follow()
     inode = os.stat(run / FILE).st_ino
     (run / FILE).write_bytes(run_line() + b"".join(step_lines(1, last, loss=7.0)))
     assert os.stat(run / FILE).st_ino == inode
-    follower.look()
-    assert follower.losses == dict.fromkeys(range(1, last + 1), 7.0)
+    history.follow()
+    assert losses(history) == dict.fromkeys(range(1, last + 1), 7.0)
 
 
 def test_of_many_steps_some_are_read_but_both_ends_and_all_else(tmp_path):
@@ -116,42 +120,43 @@ def test_of_many_steps_some_are_read_but_both_ends_and_all_else(tmp_path):
     evaluations = [evaluation_line(n * 10) for n in range(1, 31)]
     others = [line("note", text="so far"), line("digest", step=2000, digest="00")]
     run = make_run(tmp_path / "a", run_line(), *lines[:2000], *evaluations, *others, *lines[2000:])
-    follower = Follower(run)
-    follower.look()
-    seen = follower.seen
-    assert many / 10 < seen["read"] < many / 2
-    assert (seen["last"], seen["notes"], seen["validations"]) == (many, ["so far"], 30)
-    found = follower.losses
+    history = hp.History(run, "sampled")
+    history.follow()
+    read = history.decoded
+    assert many / 10 < read < many / 2
+    assert (history.step["step"], list(history.notes)) == (many, ["so far"])
+    assert len(history.validations) == 30
+    found = losses(history)
     assert len(found) < 1000 and min(found) < 100 and max(found) > many - 100
     values = list(found.values())
     assert values == sorted(values, reverse=True)  # those of 1 / step
     late = {step: value for step, value in found.items() if step > 2000}  # means, not extremes
     assert late == pytest.approx({step: 1 / step for step in late}, rel=1e-3)
     append(run, *step_lines(many + 1, many + 50))
-    follower.look()
-    assert follower.seen["read"] == seen["read"] + 50
+    history.follow()
+    assert history.decoded == read + 50
 
 
 def test_what_follows_damage_counts_for_a_display_and_not_for_a_resumed_launch(tmp_path):
     lost = b"\0" * 90 + b"\n"
     run = make_run(tmp_path / "a", run_line(), step_line(1), lost, b'{"kind": "step"}\n')
-    strict, lenient = Follower(run, strict=True), Follower(run)
-    assert strict.look() and lenient.look()
+    strict, lenient = hp.History(run), hp.History(run, "sampled")
+    assert strict.follow() and lenient.follow()
     append(run, step_line(2), b"\0" * 90)
-    assert not strict.look() and lenient.look() and not lenient.look()
-    assert (steps(strict), steps(lenient), lenient.seen["lost"]) == ([1], [1, 2], 2)
-    assert strict.seen["problem"] == lenient.seen["problem"] and "line 3" in strict.seen["problem"]
+    assert not strict.follow() and lenient.follow() and not lenient.follow()
+    assert (steps(strict), steps(lenient), lenient.lost) == ([1], [1, 2], 2)
+    assert strict.problem == lenient.problem and "line 3" in strict.problem
 
 
 @pytest.mark.parametrize("text", [b"epoch,loss\n1,2\n", b"\0" * 100 + b"\n"])
 def test_a_file_that_is_no_record_is_named_and_may_become_one(tmp_path, text):
     run = make_run(tmp_path / "a", text)
-    follower = Follower(run)
-    assert follower.look()
-    assert str(run / FILE) in follower.seen["problem"]
+    history = hp.History(run, "sampled")
+    assert history.follow()
+    assert str(run / FILE) in history.problem
     (run / FILE).write_bytes(run_line() + step_line(1))
-    assert follower.look()
-    assert (follower.seen["problem"], steps(follower)) == ("", [1])
+    assert history.follow()
+    assert (history.problem, steps(history)) == (None, [1])
 
 
 def test_history_leaves_out_a_torn_line_and_refuses_a_corrupt_one(tmp_path):
