@@ -147,32 +147,18 @@ STEP = {
     "rows": 101,
 }
 EPOCH = {"epoch": 1, "loss": 0.75, "accuracy": 0.625, "images_per_second": 99.5, "seconds": 12.5}
-EVALUATION = {
-    "epoch": 1,
-    "step": 1,
-    "split": "test",
-    "loss": 0.5,
-    "accuracy": None,
-    "rows": 23,
-    "seconds": 0.25,
-}
+EVALUATION = {"epoch": 1, "step": 1, "split": "test", "loss": 0.5, "accuracy": None}
+EVALUATION |= {"rows": 23, "seconds": 0.25}
+MADE_UP = {"step": STEP, "epoch": EPOCH, "evaluation": EVALUATION}
 
 
 def tell(recorder: Recorder, kind: str, **fields: Any) -> None:
     """Record this; what is not given is made up."""
-    match kind:
-        case "run":
-            recorder.write(kind, **fields)
-        case "step":
-            recorder.write(kind, **{**STEP, "loss": 1 / max(fields["step"], 1), **fields})
-        case "epoch":
-            recorder.write(kind, **{**EPOCH, **fields})
-        case "evaluation":
-            recorder.write(kind, **{**EVALUATION, **fields})
-        case "end":
-            recorder.end(**fields)
-        case _:
-            recorder.write(kind, **fields)
+    if kind == "end":
+        recorder.end(**fields)
+        return
+    loss = {"loss": 1 / max(fields["step"], 1)} if kind == "step" else {}
+    recorder.write(kind, **{**MADE_UP.get(kind, {}), **loss, **fields})
 
 
 def recording(body: str, folder: Path, progress: str = "none") -> list[str]:
