@@ -17,7 +17,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import NamedTuple
 
 BYTES = 4  # of a float32
 BACKWARD = 2 / 3  # of forward and backward: each product in forward takes two in backward
@@ -25,27 +24,13 @@ RESNET_50 = 25_557_032 + 2 * 26_560  # parameters, and moments of batch norm
 RANKS = tuple(2**power for power in range(3, 15))
 
 
-class Link(NamedTuple):
-    """The link over which a rank sends."""
-
-    latency: float  # seconds per message
-    bandwidth: float  # bytes/s
-
-
-class Traffic(NamedTuple):
-    """What one rank sends in a step."""
-
-    messages: int
-    bytes: float
-
-    def seconds(self, link: Link) -> float:
-        """Return the time to send it over a link."""
-        return self.messages * link.latency + self.bytes / link.bandwidth
+Link = tuple[float, float]  # over which a rank sends: seconds per message, bytes/s
+Traffic = tuple[int, float]  # what one rank sends in a step: messages, bytes
 
 
 def ring(numbers: int, ranks: int) -> Traffic:
     """Return the traffic of a ring Allreduce, as in NCCL, and in MPI for long messages."""
-    return Traffic(2 * (ranks - 1), 2 * (1 - 1 / ranks) * numbers * BYTES)
+    return 2 * (ranks - 1), 2 * (1 - 1 / ranks) * numbers * BYTES
 
 
 def tree(numbers: int, ranks: int) -> Traffic:
@@ -53,12 +38,12 @@ def tree(numbers: int, ranks: int) -> Traffic:
 
     It is exact if the number of ranks is a power of two.
     """
-    return Traffic(2 * math.ceil(math.log2(ranks)), 2 * (1 - 1 / ranks) * numbers * BYTES)
+    return 2 * math.ceil(math.log2(ranks)), 2 * (1 - 1 / ranks) * numbers * BYTES
 
 
 def bfloat16(numbers: int, ranks: int) -> Traffic:
     """Return the traffic of --comm-dtype bf16: a slice to and from each other rank."""
-    return Traffic(2 * (ranks - 1), (1 - 1 / ranks) * numbers * BYTES)
+    return 2 * (ranks - 1), (1 - 1 / ranks) * numbers * BYTES
 
 
 def slowest(seconds: float, spread: float, ranks: int) -> float:
@@ -84,7 +69,8 @@ def efficiency(
 ) -> float:
     """Return the efficiency of `ranks` that each send `traffic` in this many segments."""
     compute = slowest(seconds, spread, ranks)
-    reduce = Traffic(segments * traffic.messages, traffic.bytes).seconds(link)
+    (messages, size), (latency, bandwidth) = traffic, link
+    reduce = segments * messages * latency + size / bandwidth
     return seconds / (compute + exposed(reduce, compute, segments))
 
 
@@ -102,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     if min(options.step_time, options.parameters, options.bandwidth, options.overlap) <= 0:
         parser.error("--step-time, --parameters, --bandwidth and --overlap must be above 0")
-    link, spread = Link(options.latency / 1e6, options.bandwidth * 1e9), options.spread / 100
+    link, spread = (options.latency / 1e6, options.bandwidth * 1e9), options.spread / 100
     print("Efficiency by the model (messages and bytes that a rank sends in a step)")
     heads = ["ranks", "slowest, s", "ring", "overlapped", "tree order", "overlapped", "bf16"]
     widths = (7, 12, 26, 12, 23, 12, 26)
@@ -114,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for way, segments in ways:
             traffic = way(options.parameters, ranks)
             share = efficiency(options.step_time, spread, link, traffic, ranks, segments)
-            sent = f" ({traffic.messages:,}, {traffic.bytes / 1e6:.0f} MB)" if segments == 1 else ""
+            sent = f" ({traffic[0]:,}, {traffic[1] / 1e6:.0f} MB)" if segments == 1 else ""
             cells.append(f"{100 * share:.1f} %{sent}")
         print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
 

@@ -33,6 +33,7 @@ from hpctrain.report.record import read_records
 from hpctrain.supervise import newest_step
 from hpctrain.watchdog import read_beats
 from tests.support.launch import Job, mpirun
+from tests.support.wait import wait_for
 
 PER_RUN, RANKS, NODES = 5, 3, 4
 MOST_NODES = 2  # nodes lost per run: two of four remain, for a run that asks for three
@@ -97,12 +98,9 @@ class Supervised:
 
     def wait_for_checkpoint(self, job: Job, name: str) -> bool:
         """Wait for a newer checkpoint than the newest now; return whether the run is active."""
-        before, until = newest_step(self.folder / name), time.monotonic() + LIMIT
-        while newest_step(self.folder / name) == before and time.monotonic() < until:
-            if job.poll() is not None:
-                return False
-            time.sleep(0.05)
-        return True
+        folder, before = self.folder / name, newest_step(self.folder / name)
+        wait_for(lambda: job.poll() is not None or newest_step(folder) != before, LIMIT)
+        return job.poll() is None
 
     def seconds_to_step(self, job: Job, name: str, when: float) -> float | None:
         """Return the seconds from a failure to the first step of the next launch, if any."""
@@ -158,15 +156,8 @@ class Testbed(Supervised):
 
     def start(self, name: str, rank: list[str]) -> Job:
         step = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", *rank]
-        supervised = [
-            sys.executable,
-            "-m",
-            "hpctrain",
-            "supervise",
-            f"--nodes={RANKS}",
-            "--",
-            *step,
-        ]
+        supervise = f"-m hpctrain supervise --nodes={RANKS} --"
+        supervised = [sys.executable, *supervise.split(), *step]
         batch = ["sbatch", "--wait", f"--job-name={name}", f"--nodes={NODES}", "--no-kill"]
         batch += ["--ntasks-per-node=1", "--requeue", f"--output={self.folder / name}.log"]
         self.name = name
@@ -194,11 +185,8 @@ class Testbed(Supervised):
         subprocess.run(["scancel", f"--name={self.name}"], check=False)
         for node in self.lost:
             subprocess.run([TESTBED, "boot", node[1:]], check=True)
-        self.lost, until = [], time.monotonic() + LIMIT
-        while subprocess.getoutput("sinfo -h -p normal -t idle -o %D") != str(NODES):
-            if time.monotonic() > until:
-                sys.exit(f"nodes did not become idle: {subprocess.getoutput('sinfo')}")
-            time.sleep(1)
+        self.lost, idle = [], "sinfo -h -p normal -t idle -o %D"
+        wait_for(lambda: subprocess.getoutput(idle) == str(NODES), LIMIT)
         super().end(job)
 
     def down(self) -> None:

@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from scripts.scaling import Link, Traffic, efficiency, main, ring, slowest, tree
+from scripts.scaling import efficiency, main, ring, slowest, tree
 
-HOROVOD = Link((9.6e-6 + 3 * 5.7e-6) / 4, 25e9 / 8), 0.007, ring
-SUMMIT = Link(5e-6, 2 * 100e9 / 8), 0.024, tree
+HOROVOD = ((9.6e-6 + 3 * 5.7e-6) / 4, 25e9 / 8), 0.007, ring
+SUMMIT = (5e-6, 2 * 100e9 / 8), 0.024, tree
 RESNET_101 = 64 * (1 / 219 + 1 / 91.8) / 2, 44_549_160
 # Machine, seconds of a step, parameters, ranks, efficiency: see docs/benchmarks.md.
 PUBLISHED = [
@@ -32,7 +32,7 @@ def test_the_model_gives_published_efficiencies(machine, seconds, parameters, ra
 
 
 def test_the_efficiency_of_a_step_computed_by_hand():
-    link, traffic = Link(1e-3, 1e6), Traffic(10, 90_000)  # 10 ms and 90 ms
+    link, traffic = (1e-3, 1e6), (10, 90_000)  # 10 ms and 90 ms
     assert efficiency(0.3, 0.0, link, traffic, 8) == pytest.approx(0.75)
     # Backward takes 200 ms. Two segments take 110 ms in all: the second remains.
     assert efficiency(0.3, 0.0, link, traffic, 8, 2) == pytest.approx(0.3 / 0.355)
