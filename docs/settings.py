@@ -26,7 +26,7 @@ COMMAND_LINE = "on the command line only"
 
 
 def values(field: dataclasses.Field, meaning: str, settings: type[Settings]) -> Iterator[str]:
-    """Yield what limits an option, but for what its meaning says already."""
+    """Yield the limits of an option, without those that its meaning states."""
     kind, choices = types_of(settings)[field.name]
     if any(str(choice) not in meaning for choice in choices):
         yield ", ".join(map(str, choices))

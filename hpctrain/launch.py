@@ -31,7 +31,8 @@ UNBOUND = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "HYDRA_BINDING": "none",
 }
-# To a launcher: all forward it to all ranks, which save and end. MPICH's mpirun dies of SIGUSR2.
+# Sent to a launcher, which forwards it to all ranks: they save and end. (mpirun of Open MPI and
+# MPICH, srun and flux forward it; MPICH's mpirun does not survive SIGUSR2.)
 NOTICE = signal.SIGUSR1
 CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row

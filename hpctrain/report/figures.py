@@ -105,7 +105,7 @@ def read_each(read: Callable[..., Found], items: Iterable[tuple[Any, ...]]) -> l
 def read_curves(name: str, folder: Path) -> RunCurves:
     """Read the curves of the run in `folder`. Raises UsageError if there are none."""
     history = History.read(folder)
-    per_epoch = history.facts.get("steps_per_epoch") or 1
+    per_epoch = history.facts.get("steps_per_epoch") or 1  # unknown: nothing is recorded yet
     curves = {}
     own = [name for name in history.evaluations if name.startswith(OWN)]
     for column in (*FIRST, *own):
