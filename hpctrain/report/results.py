@@ -24,7 +24,7 @@ DENSE = 2048  # most classes of a confusion matrix: 32 MiB
 PRINTED = 12  # most classes of a confusion matrix that fits a terminal
 SIDE = 84  # approximate pixels of the shorter side: images are enlarged by an integer factor
 LARGEST = 240  # pixels of the longer side of an image with a caption
-GAP, LINE, CHARACTER = 4, 16, 7  # pixels between images, of a line and of a letter of a caption
+GAP, LINE = 4, 16  # pixels between images, and of a line of a caption
 NARROWEST = 120  # pixels of a caption below a narrower image
 IN_A_ROW = 8
 COLUMNS = ("file", "row", "source", "class", "label", "prediction", "probability")  # of answers
@@ -189,9 +189,9 @@ def draw_captioned(
 ) -> np.ndarray:
     """Draw images (n, H, W, C) in [0, 1] in rows, each above the lines of its caption.
 
-    Returns an array (h, w, 3) of uint8. Images are enlarged or shrunk to a readable size. Lines
-    that are wider than their image's cell are cut. The last two lines below the images with the
-    numbers `marked` are red.
+    Returns an array (h, w, 3) of uint8. Images are enlarged or shrunk to a readable size, and lines
+    wider than a column are shortened. The last two lines below the images with the numbers `marked`
+    are red.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -205,12 +205,13 @@ def draw_captioned(
     columns = min(len(tiles), IN_A_ROW)
     sheet = Image.new("RGB", (columns * wide, -(-len(tiles) // columns) * high), "white")
     for number, (tile, lines) in enumerate(zip(tiles, captions, strict=True)):
-        cell = Image.new("RGB", (wide - GAP, high), "white")  # cuts what is wider
+        cell = Image.new("RGB", (wide - GAP, high), "white")
         cell.paste(tile)
         for place, line in enumerate(lines):
             below = tile.height + GAP + place * LINE
             ink = "crimson" if number in marked and place >= len(lines) - 2 else "black"
-            text = shortened(line, wide // CHARACTER)
+            shorter = (shortened(line, length) for length in range(len(line), 0, -1))
+            text = next((t for t in shorter if font.getlength(t) <= wide - 2 * GAP), "")
             ImageDraw.Draw(cell).text((0, below), text, fill=ink, font=font)
         row, column = divmod(number, columns)
         sheet.paste(cell, (GAP + column * wide, GAP + row * high))
