@@ -187,7 +187,8 @@ def run_hpctrain(line):
         words += ["--model", "page_net:resnet"]
     if name == "train" and "--epochs" not in words:
         words += ["--epochs", "1"]
-    prepare(name, settings)
+    for each in words_of(line):  # of supervise also the command that it launches
+        prepare(*parse(each))
     launches = name in ("supervise", "watch")
     ended = alone(*words) if launches else command(1, *words, cwd=Path.cwd())
     assert ended.code == 0, line + "\n" + ended.err
