@@ -70,8 +70,9 @@ class Bfloat16Reduce(Reduce):
         # in an order that differs by rank, so that no rank receives from all others at first
         others = [(rank + ahead) % size for ahead in range(1, size)]
         theirs = [(peer, [slices[peer]]) for peer in others if len(slices[peer])]
-        self._there = theirs, [(peer, [received[peer]]) for peer in others if len(own)]
-        self._back = [(peer, [own]) for peer in others if len(own)], theirs
+        arriving = [(peer, [received[peer]]) for peer in others if len(own)]
+        self._scatter = transport.prepare(theirs, arriving)
+        self._gather = transport.prepare([(peer, [own]) for peer, _ in arriving], theirs)
         border = min(max(0, rest - sum(map(len, slices[:rank]))), len(own))
         self._plain = received[:, :border], own[:border]
         step = max(1, AT_ONCE[vector.device.type] // size)
@@ -89,12 +90,12 @@ class Bfloat16Reduce(Reduce):
             place.copy_(numbers)  # rounds to nearest
         own, kept = self._kept
         kept.copy_(own)
-        self.transport.exchange(*self._there)
+        self._scatter()
         rows, total = self._plain
         torch.sum(rows, 0, out=total)
         for rows, total in self._narrow:
             total.copy_(torch.sum(rows, 0, dtype=torch.float32))
-        self.transport.exchange(*self._back)
+        self._gather()
         for numbers, place in self._copies:
             numbers.copy_(place)
 

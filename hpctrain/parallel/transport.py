@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +50,13 @@ class Transport:
     def allreduce(self, vector: torch.Tensor) -> None:
         """Sum `vector` over all ranks, in place."""
 
-    def exchange(self, sends: Messages, receives: Messages) -> None:
-        """Send messages to some ranks, and receive others. No two share memory.
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        """Return a function that sends messages to some ranks, and receives others, each time.
 
-        A message consists of vectors, of the same lengths where it is received. Those from one rank
-        are received in the order in which it sends them.
+        A message consists of vectors, of the same lengths where it is received. No two share
+        memory. Those from one rank are received in the order in which it sends them.
         """
+        return lambda: None
 
 
 class HostMemory(Transport):
@@ -68,18 +70,18 @@ class HostMemory(Transport):
         for piece in self._pieces(vector):
             self.comm.Allreduce(MPI.IN_PLACE, self._buffer(piece))
 
-    def exchange(self, sends: Messages, receives: Messages) -> None:
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         out, into = self._to_mpi(sends), self._to_mpi(receives)
         if len(out) == len(into) == 1:
             (buffer, rank), (received, source) = *out, *into
-            self.comm.Sendrecv(buffer, rank, recvbuf=received, source=source)
-        else:
+            return partial(self.comm.Sendrecv, buffer, rank, recvbuf=received, source=source)
+
+        def exchange() -> None:
             requests = [self.comm.Irecv(*one) for one in into]
             requests += [self.comm.Isend(*one) for one in out]
             MPI.Request.Waitall(requests)
-        for (_, *_, kind), _ in (*out, *into):
-            if not kind.is_predefined:
-                kind.Free()
+
+        return exchange
 
     def _to_mpi(self, messages: Messages) -> list[tuple[list[Any], int]]:
         """Return messages for mpi4py, each with the rank that it goes to or comes from.
@@ -117,8 +119,22 @@ class DeviceMemory(HostMemory):
     name = "mpi-gpu"
     packed = 0  # MPI packs device memory slowly, if it can at all
 
-    def _buffer(self, vector: torch.Tensor) -> list[Any]:
+    def allreduce(self, vector: torch.Tensor) -> None:
         record_event(vector.device).synchronize()  # MPI does not know about streams
+        super().allreduce(vector)
+
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        exchange = super().prepare(sends, receives)
+        devices = {vector.device for _, each in (*sends, *receives) for vector in each}
+
+        def synchronized() -> None:
+            for device in devices:
+                record_event(device).synchronize()
+            exchange()
+
+        return synchronized
+
+    def _buffer(self, vector: torch.Tensor) -> list[Any]:
         kind = MPI_TYPES[vector.dtype]
         return [vector.detach(), kind]  # by DLPack, for which mpi4py does not synchronize
 
@@ -170,23 +186,28 @@ class Pinned(HostMemory):
             super().allreduce(staged)
             piece.copy_(staged, non_blocking=True)
 
-    def exchange(self, sends: Messages, receives: Messages) -> None:
-        """Exchange through one block of host memory, which calls of the same size share."""
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        """Exchange through one block of host memory, which those of the same size share."""
         messages = [*sends, *receives]
         vectors = [vector for _, each in messages for vector in each]
         if not vectors:
-            return
+            return super().prepare(sends, receives)
         lengths, sent = [len(vector) for vector in vectors], sum(len(each) for _, each in sends)
         host = self._host_memory(0, sum(lengths), vectors[0])
         copies = list(zip(vectors, host.split(lengths), strict=True))
-        for vector, part in copies[:sent]:
-            part.copy_(vector, non_blocking=True)
-        record_event(vectors[0].device).synchronize()
         blocks = host.split([sum(map(len, each)) for _, each in messages])
         staged = [(rank, [block]) for (rank, _), block in zip(messages, blocks, strict=True)]
-        super().exchange(staged[: len(sends)], staged[len(sends) :])
-        for vector, part in copies[sent:]:
-            vector.copy_(part, non_blocking=True)
+        exchange = super().prepare(staged[: len(sends)], staged[len(sends) :])
+
+        def through_host() -> None:
+            for vector, part in copies[:sent]:
+                part.copy_(vector, non_blocking=True)
+            record_event(vectors[0].device).synchronize()
+            exchange()
+            for vector, part in copies[sent:]:
+                vector.copy_(part, non_blocking=True)
+
+        return through_host
 
     def _host_memory(self, address: int, length: int, like: torch.Tensor) -> torch.Tensor:
         """Return host memory for vectors at an address, the same in each call."""
@@ -233,14 +254,17 @@ class Nccl(Transport):
         self._queue("ncclAllReduce", vector, NCCL_SUM, ctypes.c_void_p(vector.data_ptr()))
         self._check()
 
-    def exchange(self, sends: Messages, receives: Messages) -> None:
-        """Exchange all vectors in one group, which is a single launch."""
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        """All vectors are exchanged in one group, which is a single launch."""
+        calls = [("ncclSend", *each) for each in sends] + [("ncclRecv", *each) for each in receives]
+        return partial(self._exchange, calls)
+
+    def _exchange(self, calls: Sequence[tuple[str, int, list[torch.Tensor]]]) -> None:
         self._call("ncclGroupStart")
         try:
-            for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
-                for rank, vectors in messages:
-                    for vector in vectors:
-                        self._queue(name, vector, rank)
+            for name, rank, vectors in calls:
+                for vector in vectors:
+                    self._queue(name, vector, rank)
         finally:  # a group that is left open would swallow all later calls
             self._call("ncclGroupEnd")
         self._check()

@@ -38,11 +38,16 @@ rounded up, and as many on the way back; one where a group is of even size, so 2
 the number P of ranks is a power of two. It sends L (1 - 1/P) numbers on the way back, as in a ring,
 and as many before for every subtree that it holds: one if P and S are powers of two. It then stores
 log2(S/P) + 1 messages, else up to 2 log2(S) subtrees, and what it receives.
+
+A short vector is not divided, because a round then costs more than its bytes: all ranks of a group
+hold the same sums, each receives those of the other parts from one rank of each, and nothing is
+left to distribute (recursive doubling). Groups of up to four ranks exchange with all others at
+once, so there are log4(P) rounds, rounded up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
@@ -50,10 +55,12 @@ import torch
 
 from hpctrain.parallel.device import empty
 from hpctrain.parallel.reduce import Reduce
-from hpctrain.parallel.transport import Messages, Transport
+from hpctrain.parallel.transport import Transport
 
 Span = tuple[int, int]  # shards lo ... hi-1
 Pair = tuple[torch.Tensor, torch.Tensor]  # two operands
+SHORT_BYTES = 1 << 18  # most bytes of a vector that is not divided, times log2(P)
+DIRECT = {False: 3, True: 4}  # ranks of a group that exchange with all others at once
 
 
 def split(span: Span) -> tuple[Span, Span]:
@@ -94,10 +101,11 @@ class Round(NamedTuple):
     spans: list[Span]  # subtrees that it holds after the additions
 
 
-def schedule(rank: int, runs: Sequence[range], length: int) -> list[Round]:
+def schedule(rank: int, runs: Sequence[range], length: int, whole: bool) -> list[Round]:
     """Return the rounds of a rank, for a vector of `length` numbers.
 
-    `runs` are the shards that each rank carries, together 0 ... S-1.
+    `runs` are the shards that each rank carries, together 0 ... S-1. If `whole`, every rank owns
+    all numbers from the start, and receives them from one rank of each other part.
     """
     starts = [run.start for run in runs]
 
@@ -106,33 +114,46 @@ def schedule(rank: int, runs: Sequence[range], length: int) -> list[Round]:
 
     rounds, group = [], range(len(runs))
     while len(group) > 1:
-        parts = divide(starts, group)
-        before = {peer: own for part in parts for peer, own in slices(starts, part, length).items()}
-        after = slices(starts, group, length)
+        parts = divide(starts, group, DIRECT[whole])
+        if whole:
+            before = after = dict.fromkeys(group, range(length))
+        else:
+            after = slices(starts, group, length)
+            before = {
+                peer: own for part in parts for peer, own in slices(starts, part, length).items()
+            }
+        mine = next(part for part in parts if rank in part)
+        others = [(peer, part) for part in parts if part != mine for peer in part]
         sends = [
             (peer, numbers)
-            for peer in group
-            if peer != rank and (numbers := overlap(before[rank], after[peer]))
+            for peer, part in others
+            if not whole or is_source(rank, mine, peer, part)
+            if (numbers := overlap(before[rank], after[peer]))
         ]
         receives = [
             (peer, numbers, held(part))
-            for part in parts
-            for peer in part
-            if peer != rank and (numbers := overlap(before[peer], after[rank]))
+            for peer, part in others
+            if not whole or is_source(peer, part, rank, mine)
+            if (numbers := overlap(before[peer], after[rank]))
         ]
         own = after[rank]  # empty if there are more ranks than numbers
         rounds.append(Round(own, sends, receives, held(group) if own else []))
-        group = next(part for part in parts if rank in part)
+        group = mine
     return rounds[::-1]
 
 
-def divide(starts: Sequence[int], group: range) -> list[range]:
-    """Return the parts of a group of ranks, the largest first.
+def is_source(rank: int, part: range, peer: int, other: range) -> bool:
+    """Whether it is `rank` of this part that sends the whole vector to `peer` of another."""
+    return (peer - other.start) % len(part) == rank - part.start
+
+
+def divide(starts: Sequence[int], group: range, direct: int = 3) -> list[range]:
+    """Return the parts of a group of ranks, the largest first: single ranks if at most `direct`.
 
     If one must be larger by one, they meet at the border between shards that cuts fewer subtrees.
     `starts` are the first shards of all ranks.
     """
-    if len(group) <= 3:
+    if len(group) <= direct:
         return [range(rank, rank + 1) for rank in group]
     low, high = group.start + len(group) // 2, group.start + (len(group) + 1) // 2
     cut = max(low, high, key=lambda rank: starts[rank] & -starts[rank])
@@ -179,6 +200,8 @@ def plan_sum(
 class TreeReduce(Reduce):
     """Sums a vector in tree order: the same bits for any number of ranks."""
 
+    short_bytes = SHORT_BYTES
+
     def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
         """`runs` are the shards that each rank carries, together 0 ... S-1."""
         super().__init__(transport, vector)
@@ -194,11 +217,12 @@ class TreeReduce(Reduce):
             for _ in range(max(self._heights[:-1], default=0))
         ]
         rows = dict(zip(spans, [*self._stack[: len(spans) - 1], vector], strict=True))
-        # what to send and receive in a round, and what to add; and what on the way back
-        self._there: list[tuple[Messages, Messages, list[Pair]]] = []
-        self._back: list[tuple[Messages, Messages]] = []
+        # the exchange of each round, and what to add after it; and the exchanges on the way back
+        self._there: list[tuple[Callable[[], None], list[Pair]]] = []
+        self._back: list[Callable[[], None]] = []
         start = 0  # of the slice in the rows
-        for each in schedule(rank, runs, length):
+        whole = (len(runs) - 1).bit_length() * vector.nbytes <= self.short_bytes
+        for each in schedule(rank, runs, length, whole):
             sends = [
                 (peer, [row[_within(numbers, start)] for row in rows.values()])
                 for peer, numbers in each.sends
@@ -213,10 +237,12 @@ class TreeReduce(Reduce):
             rows = {span: row[_within(each.own, start)] for span, row in rows.items()} | received
             pairs: list[Pair] = []
             rows = {span: plan_sum(span, rows, self._run[-1], pairs) for span in each.spans}
-            self._there.append((sends, receives, pairs))
+            self._there.append((transport.prepare(sends, receives), pairs))
+            if whole:
+                continue
             sends = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers, _ in each.receives]
             receives = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers in each.sends]
-            self._back.insert(0, (sends, receives))
+            self._back.insert(0, transport.prepare(sends, receives))
             start = each.own.start
 
     def accumulate(self, shard: int) -> None:
@@ -244,12 +270,12 @@ class TreeReduce(Reduce):
         if self._next < self._run.stop:  # the last shard had no samples: only flags and seconds
             self.accumulate(self._run.stop - 1)
         self._next = self._run.start
-        for sends, receives, pairs in self._there:
-            self.transport.exchange(sends, receives)
+        for exchange, pairs in self._there:
+            exchange()
             for total, part in pairs:
                 total.add_(part)
-        for sends, receives in self._back:
-            self.transport.exchange(sends, receives)
+        for exchange in self._back:
+            exchange()
 
 
 def _within(numbers: range, start: int) -> slice:

@@ -141,8 +141,8 @@ def test_after_a_call_that_failed_others_work(comm):
         torch.zeros(3),
     )
     with pytest.raises(hp.RunError, match=r"^ncclGroupEnd .*invalid argument: peer 99 of 1 ranks"):
-        way.exchange([(99, [vector])], [])
-    way.exchange([(0, [vector])], [(0, [received])])
+        way.prepare([(99, [vector])], [])()
+    way.prepare([(0, [vector])], [(0, [received])])()
     assert received.tolist() == [1, 1, 1]
 
 

@@ -188,9 +188,14 @@ class Watched(Transport):
         self.way.allreduce(vector)
         self.on_call(vector)
 
-    def exchange(self, sends, receives):
-        self.way.exchange(sends, receives)
-        self.on_call(*(vector for _, vectors in sends for vector in vectors))
+    def prepare(self, sends, receives):
+        exchange = self.way.prepare(sends, receives)
+
+        def watched():
+            exchange()
+            self.on_call(*(vector for _, vectors in sends for vector in vectors))
+
+        return watched
 
 
 @pytest.mark.ranks(2, 3)

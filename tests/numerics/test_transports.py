@@ -47,7 +47,7 @@ def test_vectors_go_to_the_ranks_that_they_are_for(comm, transport, dtype):
         sends = [(peer, message(rank, peer)) for peer in others if (rank, peer) != (0, size - 1)]
         expected = [(peer, message(peer, rank)) for peer in others if (peer, rank) != (0, size - 1)]
         receives = [(peer, [torch.empty_like(v) for v in vectors]) for peer, vectors in expected]
-        way.exchange(sends, receives)
+        way.prepare(sends, receives)()
         for (_, found), (_, wanted) in zip(receives, expected, strict=True):
             assert all(map(torch.equal, found, wanted))
 
@@ -111,7 +111,7 @@ def test_no_message_has_more_bytes_than_mpi_can_count():
     own, block = vector[: length // 3], length // 3 * 4
     for call, sent, received in (
         (lambda way: way.allreduce(vector), length * 4, 0),
-        (lambda way: way.exchange([(0, [own])], [(2, [own, own])]), block, 2 * block),
+        (lambda way: way.prepare([(0, [own])], [(2, [own, own])])(), block, 2 * block),
     ):
         comm = Noting()
         call(MAKERS["host memory"](comm))

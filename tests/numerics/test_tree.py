@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.support.api import Transport, assign_shards, make_sum
+from tests.support.api import Transport, TreeReduce, assign_shards, make_sum
 from tests.support.simulated import on_simulated_ranks
 
 
@@ -75,6 +76,13 @@ def ring_bytes(ranks, length):
     return 4 * length * 2 * (1 - 1 / ranks)
 
 
+@pytest.fixture
+def divided(monkeypatch):
+    """Short vectors are divided as long ones are."""
+    monkeypatch.setattr(TreeReduce, "short_bytes", 0)
+
+
+@pytest.mark.usefixtures("divided")
 @pytest.mark.parametrize("ranks", range(1, 34))
 def test_all_ranks_get_the_sum_of_the_tree_in_few_bytes(ranks):
     draw = random.Random(ranks)
@@ -99,10 +107,13 @@ def assignments(draw):
     return assign_shards(shards, ranks, loads), missing, draw(st.integers(1, 130))
 
 
-@given(assignments())
-def test_however_shards_are_carried_and_whichever_are_empty_the_bits_are_those_of_the_tree(case):
+@given(assignments(), st.sampled_from([0, TreeReduce.short_bytes]))
+def test_however_shards_are_carried_and_whichever_are_empty_the_bits_are_those_of_the_tree(
+    case, short_bytes
+):
     runs, missing, length = case
-    check_sum(runs, leaves_of(runs[-1].stop, length, missing), missing)
+    with mock.patch.object(TreeReduce, "short_bytes", short_bytes):
+        check_sum(runs, leaves_of(runs[-1].stop, length, missing), missing)
 
 
 def test_another_order_of_additions_gives_other_bits():
@@ -119,8 +130,9 @@ class Lonely(Transport):
         super().__init__(SimpleNamespace(rank=rank, size=size))
         self.sent = []
 
-    def exchange(self, sends, receives):
-        self.sent += [sum(vector.nbytes for vector in vectors) for _, vectors in sends]
+    def prepare(self, sends, receives):
+        sizes = [sum(vector.nbytes for vector in vectors) for _, vectors in sends]
+        return lambda: self.sent.extend(sizes)
 
 
 def sent_by(rank, runs, length):
@@ -129,6 +141,15 @@ def sent_by(rank, runs, length):
     return transport.sent
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 13, 64, 1000])
+def test_a_short_vector_is_sent_whole_in_few_rounds(ranks):
+    for rank in {0, ranks // 3, ranks - 1}:
+        sent = sent_by(rank, assign_shards(ranks, ranks), 100)
+        assert set(sent) <= {4 * 100 * span for span in range(1, 2 * ranks.bit_length())}
+        assert len(sent) <= 3 * math.ceil(math.log2(ranks) / 2) + (ranks & (ranks - 1) > 0)
+
+
+@pytest.mark.usefixtures("divided")
 @pytest.mark.parametrize("ranks", [2**n for n in range(15)])
 @pytest.mark.parametrize("shards", [1, 4], ids="shards {} per rank".format)
 def test_powers_of_two_send_what_a_ring_sends_in_two_messages_for_each_doubling(ranks, shards):
@@ -139,6 +160,7 @@ def test_powers_of_two_send_what_a_ring_sends_in_two_messages_for_each_doubling(
         assert sum(sent) == ring_bytes(ranks, 3 * ranks)
 
 
+@pytest.mark.usefixtures("divided")
 @pytest.mark.parametrize("ranks", [1000, 16383])
 def test_each_of_thousands_of_ranks_sends_few_messages(ranks):
     for shards in (ranks, ranks + ranks // 3):

@@ -61,8 +61,9 @@ import torch
 
 import hpctrain as hp
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nccl, Pinned, Transport
+from hpctrain.parallel.tree import TreeReduce
 
-__all__ += ["Transport", "make_sum", "open_transport"]
+__all__ += ["Transport", "TreeReduce", "make_sum", "open_transport"]
 
 
 def open_transport(comm, name, piece_bytes=None, nccl="", asked=False):

@@ -20,6 +20,9 @@ class SimulatedRank(Transport):
     def allreduce(self, vector):
         raise NotImplementedError("its order of additions would be a matter of chance")
 
+    def prepare(self, sends, receives):
+        return lambda: self.exchange(sends, receives)
+
     def exchange(self, sends, receives):
         own = self.comm.rank
         for peer, vectors in sends:
