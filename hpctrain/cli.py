@@ -136,12 +136,11 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
             with on_all(comm):
                 if failure is not None:
                     raise failure
-            comm.Free()
             watchdog.doing(f"importing {name}")
             with quick_imports():
                 main = importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main
             watchdog.doing("starting")
-            return int(main(settings))
+            return int(main(settings, comm))
         except BaseException as error:
             return conclude(error)
 

@@ -31,7 +31,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.network import Inference, TrainedNetwork, find_model, require_split
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.device import torch_settings
-from hpctrain.parallel.mpi import Comm, agreed, allgather, fair_threads, on_all, on_root, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, fair_threads, on_all, on_root
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.transport import open_device
 from hpctrain.report.results import Confusion, print_evaluation, write_json
@@ -155,9 +155,8 @@ def most_confident(answers: list[Answer], count: int) -> list[Answer]:
 # The subcommand
 
 
-def main(settings: EvaluateConfig) -> int:
+def main(settings: EvaluateConfig, comm: Comm) -> int:
     """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
-    comm = start_mpi()
     started("reading the network")
     evaluate_saved(settings, comm, printed=True)
     return 0

@@ -33,16 +33,15 @@ from hpctrain.inference.evaluate import (
 from hpctrain.inference.images import Images, classify_blocks, list_images, refuse_unusable
 from hpctrain.inference.network import Block, TrainedNetwork
 from hpctrain.parallel.device import torch_settings
-from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_predictions, write_image
 from hpctrain.tasks import network_output
 from hpctrain.text import say
 from hpctrain.watchdog import started, waiting
 
 
-def main(settings: PredictConfig) -> int:
+def main(settings: PredictConfig, comm: Comm) -> int:
     """``hpctrain predict``: classify, or restore, every image. Collective."""
-    comm = start_mpi()
     started("reading the network")
     network = open_network(settings, comm)
     task = network.inference.task

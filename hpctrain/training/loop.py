@@ -6,7 +6,6 @@ then they are checked, recorded and acted upon.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections import deque
@@ -22,15 +21,13 @@ from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Totals
-from hpctrain.parallel.mpi import agreed, allgather, is_equal_on_all, minimum
+from hpctrain.parallel.mpi import agreed, allgather, minimum
 from hpctrain.streams import Event, Snapshot, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.run import NO_SUMS, NonFinite, Run, Sums
+from hpctrain.training.run import MOST_LISTED, NO_SUMS, NonFinite, Run, Sums
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
-
-MOST_LISTED = 16  # ranks in an error
 
 
 class PendingStep(NamedTuple):
@@ -52,7 +49,6 @@ def train_epochs(run: Run) -> None:
         state.ended = "preempted"  # before the first step
         return
     if state.step and validation_due(run, state.step) and state.validated < state.step:
-        compare_ranks(run)
         validate(run)  # the previous launch was preempted during it
     with closing(run.loader) as loader:
         while state.epoch < plan.epochs and not state.ended:
@@ -103,10 +99,8 @@ def finish_step(run: Run, pending: deque[PendingStep]) -> None:
     if last:
         end_epoch(run)
     if not state.ended and validates:
-        compare_ranks(run)
         validate(run)
     if not state.ended and saves:
-        compare_ranks(run)
         save_checkpoint(run)
 
 
@@ -145,7 +139,8 @@ def note_unused(run: Run) -> None:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Write a checkpoint in the background (rank 0)."""
+    """Write a checkpoint in the background (rank 0), of a state that all ranks hold. Collective."""
+    run.compare_ranks()
     doing(f"saving step {run.progress.step}")
     run.recorder.flush()
     message = run.trainer.message
@@ -183,33 +178,6 @@ def check(run: Run, totals: Totals, pending: PendingStep) -> None:
         raise agreed(RunError(f"a batch-norm layer did not run exactly once in {where}"))
     if totals.rows != rows:
         raise agreed(RunError(f"step {step} summed {totals.rows} rows, but the plan has {rows}"))
-
-
-def compare_ranks(run: Run) -> None:
-    """Compare the digests of the state of all ranks, and record it once a step. Collective.
-
-    The state is that after the last recorded step; nothing is saved or validated before this.
-    Raises the same RunError on all ranks, with the ranks and tensors that differ.
-    """
-    state, comm = run.progress, run.comm
-    own = run.trainer.checksums()
-    if not is_equal_on_all(comm, own):
-        held = allgather(comm, own)
-        usual = max(held, key=held.count)
-        odd = [rank for rank, each in enumerate(held) if each != usual]
-        names = [n for n in usual if any(each.get(n) != usual[n] for each in held)]
-        who = f"rank{'s' * (len(odd) > 1)} {listed(odd, MOST_LISTED)} of {comm.size}"
-        raise agreed(
-            RunError(
-                f"after step {state.step} {who} held other weights than rank {held.index(usual)}: a"
-                " fault of memory or GPU, or something that changes the model outside the step;"
-                f" they differ in {listed(names, 3)}"
-            )
-        )
-    if state.compared < state.step:
-        hashed = hashlib.sha256(repr(own).encode()).hexdigest()
-        run.recorder.write("digest", step=state.step, digest=hashed[:16])
-        state.compared = state.step
 
 
 def record_step(run: Run, pending: PendingStep) -> bool:

@@ -22,14 +22,17 @@ from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from hpctrain.models import InitialWeights
-from hpctrain.parallel.mpi import Comm, on_root
+from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
 from hpctrain.report.record import Recorder
 from hpctrain.tasks import Task
+from hpctrain.text import listed
 from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control
 from hpctrain.training.trainer import Trainer
+
+MOST_LISTED = 16  # ranks in an error
 
 
 class CannotContinue(RunError):
@@ -144,6 +147,32 @@ class Run:
             read = self.splits["train"].pack
             self.splits[name] = Split(read, name, verify=self.config.verify)
         return self.splits[name]
+
+    def compare_ranks(self) -> None:
+        """Compare the digests of the state of all ranks, and record it once a step. Collective.
+
+        The state is that after the last recorded step; nothing is saved or validated before this.
+        Raises the same RunError on all ranks, with the ranks and tensors that differ.
+        """
+        state, comm = self.progress, self.comm
+        own = self.trainer.checksums()
+        if not is_equal_on_all(comm, own):
+            held = allgather(comm, own)
+            usual = max(held, key=held.count)
+            odd = [rank for rank, each in enumerate(held) if each != usual]
+            names = [n for n in usual if any(each.get(n) != usual[n] for each in held)]
+            who = f"rank{'s' * (len(odd) > 1)} {listed(odd, MOST_LISTED)} of {comm.size}"
+            held_others = f"{who} held other weights than rank {held.index(usual)}"
+            raise agreed(
+                RunError(
+                    f"after step {state.step} {held_others}: a fault of memory or GPU, or something"
+                    f" that changes the model outside the step; they differ in {listed(names, 3)}"
+                )
+            )
+        if state.compared < state.step:
+            hashed = hashlib.sha256(repr(own).encode()).hexdigest()
+            self.recorder.write("digest", step=state.step, digest=hashed[:16])
+            state.compared = state.step
 
     def close(self) -> None:
         """Release the hooks and the threads, and close all splits, after the last step."""

@@ -13,17 +13,10 @@ from pathlib import Path
 
 from hpctrain.cluster import LEFT
 from hpctrain.config import Config, check_settings
-from hpctrain.errors import RunError
+from hpctrain.errors import Failure, RunError
 from hpctrain.models import read_model
 from hpctrain.parallel.device import explain_errors, torch_settings
-from hpctrain.parallel.mpi import (
-    Comm,
-    agreed,
-    allgather,
-    on_all,
-    on_root,
-    start_mpi,
-)
+from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.find import NETWORK_FILE
 from hpctrain.report.record import Recorder
@@ -33,7 +26,7 @@ from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadline
 from hpctrain.training.folder import PreviousLaunch
-from hpctrain.training.loop import compare_ranks, save_checkpoint, train_epochs
+from hpctrain.training.loop import save_checkpoint, train_epochs
 from hpctrain.training.run import CannotContinue, NonFinite, Run
 from hpctrain.training.setup import find_pack, require_validation, set_up, use_network_of_init
 from hpctrain.training.validate import choose_network, save_network, test, validate
@@ -58,21 +51,21 @@ class TrainingResult:
     figures: dict[str, float | None] = field(default_factory=dict)  # loss, test_accuracy, ...
 
 
-def main(config: Config) -> int:
+def main(config: Config, comm: Comm) -> int:
     """``hpctrain train``: train a run and return the exit code. Collective."""
-    return run_training(config).exit_code
+    return run_training(config, comm).exit_code
 
 
 def run_training(
-    config: Config, comm: Comm | None = None, on_evaluation: OnEvaluation | None = None
+    config: Config, comm: Comm, on_evaluation: OnEvaluation | None = None
 ) -> TrainingResult:
     """Train a run, from where its last launch ended, if any. Collective.
 
     Rank 0 calls `on_evaluation` with the record of each validation; a true result stops the run
-    after its next step. torch's settings are restored. Starts MPI if `comm` is None. Raises
-    UsageError or RunError, the same on all ranks unless a single rank fails.
+    after its next step. If training cannot continue, its state is saved, unless it is final, and
+    the reason is recorded. torch's settings are restored. Raises UsageError or RunError, the same
+    on all ranks unless a single rank fails.
     """
-    comm = start_mpi() if comm is None else comm
     config = on_root(comm, lambda: config)
     on_root(comm, check_settings, config)
     lock, (deadline, note) = RunLock(), on_root(comm, find_deadline, config)
@@ -89,9 +82,7 @@ def run_training(
         run = stack.enter_context(closing(set_up(config, comm, earlier)))
         run.notes += filter(None, [note])
         if config.dry_run:
-            lines = describe_plan(config, run.facts, run.plan, run.shards)
-            lines += [f"note           {each}" for each in run.notes]
-            on_root(comm, say, "\n".join(lines))
+            on_root(comm, say_plan, run)
             return TrainingResult(None, "planned")
         on_root(comm, require_validation, "on_evaluation", on_evaluation is not None, run.pack)
         if earlier:
@@ -99,9 +90,29 @@ def run_training(
             run.folder = on_root(comm, folder.open_run_folder, run, earlier)
         else:
             run.folder = on_root(comm, folder.make_run_folder, run, lock)
-        mine = run.folder if comm.rank == 0 else None
-        run.control = Control(mine, deadline, on_evaluation)
-        return train(run, earlier)
+        mine, first = run.folder if comm.rank == 0 else None, run.progress.step
+        best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
+        keep = config.checkpoint_every, config.keep_checkpoints, best
+        with on_all(comm):
+            if watchdog := current():
+                watchdog.keep_in(run.folder / HEARTBEATS)
+        stack.enter_context(together(comm))
+        record = Recorder(mine, config.progress, config.tensorboard, first)
+        run.recorder = stack.enter_context(record)
+        run.control = stack.enter_context(Control(mine, deadline, on_evaluation))
+        run.writer = stack.enter_context(Writer(mine, *keep))
+        describe_run(run)
+        try:
+            train_epochs(run)
+            return finish(run, first, earlier is not None and earlier.idle)
+        except CannotContinue as error:
+            raise give_up(run, error) from error
+
+
+def say_plan(run: Run) -> None:
+    """Print the plan of --dry-run (rank 0)."""
+    lines = describe_plan(run.config, run.facts, run.plan, run.shards)
+    say("\n".join([*lines, *(f"note           {note}" for note in run.notes)]))
 
 
 def say_finished(earlier: PreviousLaunch) -> TrainingResult:
@@ -117,43 +128,14 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
     return TrainingResult(earlier.folder, "done", 0, *reached)
 
 
-def train(run: Run, earlier: PreviousLaunch | None) -> TrainingResult:
-    """Open the record of a run and what watches it, train, and finish the run. Collective.
-
-    If training cannot continue, its state is saved, unless it is final, and the reason is recorded.
-    """
-    config, comm, first = run.config, run.comm, run.progress.step
-    with on_all(comm):
-        if watchdog := current():
-            watchdog.keep_in(run.folder / HEARTBEATS)
-    mine = run.folder if comm.rank == 0 else None
-    best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
-    with (
-        together(comm),
-        Recorder(mine, config.progress, config.tensorboard, first) as run.recorder,
-        run.control,
-        Writer(mine, config.checkpoint_every, config.keep_checkpoints, best) as run.writer,
-    ):
-        facts = folder.run_facts(run)
-        run.recorder.write("run", **facts)
-        for note in filter(None, [crowding(facts), *run.notes]):
-            run.recorder.note(note)
-        own = run.trainer.state().values()
-        run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
-        try:
-            train_epochs(run)
-            return finish(run, first, earlier is not None and earlier.idle)
-        except CannotContinue as error:
-            text = str(error)
-            if not run.progress.final:
-                doing("saving")
-                try:
-                    compare_ranks(run)
-                    on_root(comm, save_all, run)
-                except RunError as second:
-                    text = f"{error}; not saved: {second}"
-            run.recorder.end("failed", text, repeats=isinstance(error, NonFinite))
-            raise agreed(type(error)(text)) from error
+def describe_run(run: Run) -> None:
+    """Record what is known before the first step of a launch. Collective."""
+    facts = folder.run_facts(run)
+    run.recorder.write("run", **facts)
+    for note in filter(None, [crowding(facts), *run.notes]):
+        run.recorder.note(note)
+    own = run.trainer.state().values()
+    run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
 
 
 @contextmanager
@@ -169,11 +151,21 @@ def together(comm: Comm) -> Iterator[None]:
                 comm.Barrier()
 
 
-def save_all(run: Run) -> None:
-    """Save a checkpoint and the network, and wait for both (rank 0). Raises RunError."""
-    save_checkpoint(run)
-    save_network(run)
-    run.writer.wait()
+def give_up(run: Run, error: CannotContinue) -> Failure:
+    """Save the state of a run that cannot continue; return the error, with why not. Collective."""
+    text = str(error)
+    if not run.progress.final:
+        doing("saving")
+        try:
+            with on_all(run.comm):
+                save_checkpoint(run)
+                if run.comm.rank == 0:
+                    save_network(run)
+                run.writer.wait()
+        except RunError as second:
+            text = f"{error}; not saved: {second}"
+    run.recorder.end("failed", text, repeats=isinstance(error, NonFinite))
+    return agreed(type(error)(text))
 
 
 def finish(run: Run, first: int, again: bool) -> TrainingResult:
@@ -184,8 +176,6 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
     like any other, unless that happened in the launch before too (`again`): then with 1.
     """
     state, comm = run.progress, run.comm
-    doing("comparing digests")
-    compare_ranks(run)
     save_checkpoint(run)
     on_root(comm, run.writer.wait)
     validates = "validation" in run.pack.splits and state.validated < state.step

@@ -32,6 +32,7 @@ def validate(run: Run) -> None:
     The network with the smallest loss so far is written in the background.
     """
     state, patience = run.progress, run.plan.patience
+    run.compare_ranks()
     if (result := evaluation(run, "validation")) is None:
         return
     state.validated = state.step
