@@ -27,7 +27,7 @@ import h5py
 import numpy as np
 
 from hpctrain.config import Shares
-from hpctrain.data.draws import assign, check_splits, cut, shuffled
+from hpctrain.data.orders import assign, check_splits, cut, shuffled
 from hpctrain.data.pack import ALIASES, LAYOUTS, SPLITS, External, Pack, SplitInfo, Stored
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.split import NOT_FINITE, File, Split, as_bytes

@@ -46,7 +46,6 @@ class Batch:
     key: int  # for the random numbers of this step and shard
 
 
-Part = tuple[np.ndarray, int]  # samples of a split (n,), and the key for their random numbers
 # the batches of a step, the event after which they are ready, and the samples that are not usable
 Ready = tuple[list[Batch], Event, Bad]
 # images (m_j, H, W, C) and the key for their random numbers -> network input (m_j, C, H, W),
@@ -88,27 +87,6 @@ def read_samples(
     return (prepare or make_prepare())(torch.from_numpy(images), 0)
 
 
-def make_pairs(
-    upload: Upload, split: Split, parts: Sequence[Part], prepare: Prepare, pair: Pair, bad: Bad
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Make the input and target of each part on the device.
-
-    The images of all parts are in the buffer of `upload`, one part after the other. They are
-    uploaded in one copy, and their labels in another. Labels that are not classes are described in
-    `bad`.
-    """
-    sizes = [len(indices) for indices, _ in parts]
-    samples = np.concatenate([part for part, _ in parts])
-    labels = torch.from_numpy(split.read_labels(samples, bad))
-
-    def work(images: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        targets_of = copy_to_device(labels, images.device).split(sizes)
-        own = zip(parts, images.split(sizes), targets_of, strict=True)
-        return [pair(prepare(rows, key), targets, key) for (_, key), rows, targets in own]
-
-    return upload.make(sum(sizes), work)
-
-
 class Prefetcher(Iterator[Made]):
     """Iterate over `make(item)` for each item, computed in order by a thread, `count` items ahead.
 
@@ -116,8 +94,8 @@ class Prefetcher(Iterator[Made]):
     `head_start` seconds, so that later work does not delay the kernels of the current step. An
     error is raised in place of the result of its item, and ends the iteration.
 
-    This is not a generator: Python closes those wherever it collects garbage, and to wait for a
-    thread there can deadlock, for example inside ``Thread.start``.
+    Not a generator: Python closes those wherever it collects garbage, and to wait for a thread
+    there can deadlock, for example inside ``Thread.start``.
     """
 
     def __init__(
@@ -151,9 +129,7 @@ class Prefetcher(Iterator[Made]):
             self._wanted.clear()
 
     def close(self) -> None:
-        """End the iteration and the thread, and wait for it. The iteration's owner has to call it
-        if it stops early.
-        """
+        """End the iteration and the thread, and wait for it; needed after stopping early."""
         self._items = iter(())
         self._wanted.set()
         self._thread.shutdown(cancel_futures=True)
@@ -194,9 +170,9 @@ class Loader:
         """Read consecutive `shards` of `split` in an `order`, which holds partition and seed.
 
         `prepare` converts images to the network's input; None = to float32 in [0, 1] on the CPU.
-        `pair` turns that and the labels into input and target; None = unchanged. `epochs` is the
-        number of epochs; the first steps of the next epoch are prefetched before one ends. Raises
-        UsageError for random crops of samples that are not JPEG files.
+        `pair` turns that and the labels into input and target; None = unchanged. `epochs` is their
+        number: the first steps of the next one are prefetched before one ends. Raises UsageError
+        for random crops of samples that are not JPEG files.
         """
         if options.random_crop and not split.pack.fit:
             raise UsageError("--random-crop needs a pack of JPEG files: pack with --encoding jpeg")
@@ -227,8 +203,7 @@ class Loader:
 
         Samples of a step that are corrupt or not finite are described in `bad` before it is
         yielded; without it, RunError is raised. Other errors of the reading thread are raised here.
-        At the end of an epoch the thread continues with the next one; if the iterator is closed
-        early, it ends.
+        It ends if the iterator is closed early; else it continues with the next epoch.
         """
         if self._prefetch is None or self._following != (epoch, first_step):
             self._end_prefetch()
@@ -261,30 +236,35 @@ class Loader:
             self._prefetch = None
 
     def _read_step(self, place: tuple[int, int]) -> Ready:
+        """Make the batches of (epoch, step): all images are uploaded in one copy."""
         epoch, step = place
         counts = {j: n for j in self.shards if (n := self.partition.count(step, j))}
-        images, done, parts, bad = self._upload.buffer(sum(counts.values())), 0, list[Part](), Bad()
+        images, done, bad = self._upload.buffer(sum(counts.values())), 0, Bad()
+        keys, parts = list[int](), [np.empty(0, np.int64)]
         for shard, count in counts.items():
             key = random_key(self.order.seed, "batch", epoch, step, shard)
             first = epoch, shard, step * self.partition.shares[shard]
-            parts.append((self._read(first, key, images[done : done + count]), key))
+            parts.append(self._read(first, key, images[done : done + count]))
+            keys.append(key)
             done += count
-        batches: list[Batch] = []
-        if parts:
-            pairs = make_pairs(self._upload, self.split, parts, self.prepare, self.pair, bad)
-            made = zip(counts, parts, pairs, strict=True)
-            batches = [Batch(shard, *pair, key) for shard, (_, key), pair in made]
-        if self._bad:
-            samples = {index for indices, _ in parts for index in indices.tolist()}
-            bad |= {index: self._bad[index] for index in self._bad.keys() & samples}
+        samples = np.concatenate(parts)
+        labels = torch.from_numpy(self.split.read_labels(samples, bad))
+
+        def make(images: torch.Tensor) -> list[Batch]:
+            sizes, there = [*counts.values()], copy_to_device(labels, images.device)
+            own = zip(counts, keys, images.split(sizes), there.split(sizes), strict=True)
+            return [
+                Batch(shard, *self.pair(self.prepare(rows, key), targets, key), key)
+                for shard, key, rows, targets in own
+            ]
+
+        batches = self._upload.make(done, make) if done else []
+        bad |= {index: self._bad[index] for index in self._bad.keys() & {*samples.tolist()}}
         return batches, self._upload.record_event(), bad
 
     @cached_property
     def _kept(self) -> np.ndarray | None:
-        """The images of all samples that the shards may read, if they fit; their labels are held.
-
-        The first access reads them.
-        """
+        """The images of all samples that the shards may read, if they fit; labels are held."""
         reach = self.order.reach(self.shards)
         self.split.hold(reach)
         size = len(reach) * self.split.pack.image_bytes
@@ -295,8 +275,7 @@ class Loader:
     def _read(self, place: tuple[int, int, int], key: int, out: np.ndarray) -> np.ndarray:
         """Read samples of a shard into `out` (n, H, W, C); return their indices, (n,) int64.
 
-        `place`: epoch, shard, and the position of the first one in the shard's epoch; `key`: for
-        the random numbers of crops.
+        `place`: epoch, shard, and the position of the first one in the shard's epoch.
         """
         order, least = self.order, self._options.random_crop
         if self._kept is None and not least and isinstance(order, BlockOrder):

@@ -1,4 +1,7 @@
-"""The orders in which shards read the samples of a split: pure functions of (seed, epoch, shard).
+"""Which split a sample is in, and the orders in which shards read a split: functions of a seed.
+
+Splits are stratified: each class is divided by the shares with the largest remainder method, so its
+counts are exact. The orders are functions of (seed, epoch, shard), too:
 
     partition   every shard reads its own samples, in a new order every epoch
     global      all samples are reassigned to the shards every epoch
@@ -7,26 +10,21 @@
 
 With ``--balanced-sampling``, the positions of an epoch of partition or global are dealt to the
 classes in turn, in random order. Those of a class go through its samples in an order that is new in
-every epoch, as often as needed.
-
-Packs are shuffled when they are made, and external files, or their blocks, when splits are drawn,
-so a partition holds all classes.
-
-Any part of a permutation can be computed without the rest. Small permutations are drawn and kept. A
-larger one is a Feistel network (Luby and Rackoff 1988), a bijection on the numbers with an even
-count of bits, with cycle walking (Black and Rogaway 2002) to 0 ... n-1. Both kinds use raw output
-of PCG64, which is stable in every NumPy; `Generator.permutation` is not (NEP 19).
+every epoch, as often as needed. Packs are shuffled when they are made, and external files, or their
+blocks, when splits are drawn, so a partition holds all classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from hpctrain.data.partition import Partition, random_key
+from hpctrain.errors import UsageError
 
 KEPT = 1 << 22  # largest permutation that is drawn and kept: 16 MiB
 ROUNDS = 6
@@ -36,12 +34,11 @@ LabelsOf = Callable[[np.ndarray], np.ndarray]  # samples (n,) -> their labels (n
 
 
 class Order:
-    """The order in which shards read samples: their own, reshuffled every epoch, or all samples,
-    reassigned every epoch.
+    """The order in which shards read samples: their own, reshuffled every epoch, or with
+    `everywhere` all samples, reassigned every epoch.
     """
 
     def __init__(self, partition: Partition, seed: int = 0, everywhere: bool = False) -> None:
-        """`everywhere`: whether a shard may read any sample of the split."""
         self.partition, self.seed, self.everywhere = partition, seed, everywhere
         self._newest: dict[object, tuple[object, Any]] = {}
 
@@ -64,7 +61,6 @@ class Order:
         return permutation(np.arange(first, first + count))
 
     def _permutation(self, place: object, epoch: int, n: int, *key: int | str) -> Permutation:
-        """Return the permutation of n numbers with this key, and keep it as `_keep_newest` does."""
         return self._keep_newest(place, epoch, lambda: Permutation(n, random_key(self.seed, *key)))
 
     def _keep_newest(self, place: object, version: object, make: Callable[[], Made]) -> Made:
@@ -95,7 +91,6 @@ class BlockOrder(Order):
         self.block_rows, self.window_blocks = block_rows, window_blocks
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
         windows = self.windows(epoch, shard, first, count)
         parts = [window.samples[window.order(places)] for window, places in windows]
         return np.concatenate([np.empty(0, np.int64), *parts])
@@ -130,9 +125,7 @@ class BlockOrder(Order):
         return -(-blocks // self.window_blocks)
 
     def _blocks(self, epoch: int, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first sample and the end of a shard's blocks, (n, 2), in the order of an
-        epoch, and the position after each, (n,).
-        """
+        """Return start and stop of a shard's blocks, (n, 2), and the position after each, (n,)."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             start, stop = self.partition.starts[shard : shard + 2]
@@ -156,7 +149,6 @@ class BalancedOrder(Order):
         self.labels_of = labels_of
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
         pool, classes = () if self.everywhere else (shard,), self.classes(shard)
         first_class = random_key(self.seed, "first class", epoch, *pool) % len(classes)
         rounds, numbers = np.divmod(self._draw(epoch, shard, first, count), len(classes))
@@ -202,7 +194,13 @@ def make_order(
 
 
 class Permutation:
-    """A permutation of 0 ... n-1 that is a pure function of n and the key."""
+    """A permutation of 0 ... n-1 that is a pure function of n and the key.
+
+    Small ones are drawn and kept. A larger one is a Feistel network (Luby and Rackoff 1988), a
+    bijection on the numbers with an even count of bits, with cycle walking (Black and Rogaway 2002)
+    to 0 ... n-1: any part can be computed without the rest. Both kinds use raw output of PCG64,
+    which is stable in every NumPy; `Generator.permutation` is not (NEP 19).
+    """
 
     def __init__(self, n: int, key: int, kept: int = KEPT) -> None:
         self.n = n
@@ -249,3 +247,67 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
+    """Divide `count` by `shares` into integers with that sum; largest remainders are rounded up."""
+    total = sum(shares)
+    exact = [count * share / total for share in shares]
+    counts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: count - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def assign(labels: np.ndarray, shares: tuple[Fraction, ...], seed: int) -> np.ndarray:
+    """Return the split of every sample: (N,) indices into SPLITS. Labels (N,) are 0 ... K-1."""
+    rows = shuffled(np.arange(len(labels)), seed, "pack split")
+    splits = np.empty(len(labels), np.int32)
+    splits[rows] = fill(labels[rows], [cut(n, shares) for n in np.bincount(labels).tolist()])
+    return splits
+
+
+def fill(labels: np.ndarray, room: list[list[int]]) -> np.ndarray:
+    """Distribute samples (n,) in random order over the splits; return the split (n,) of each.
+
+    Of class k, the first `room[k][0]` samples are in split 0, the next `room[k][1]` in split 1, ...
+    If there is room for more than all samples of a class, the largest rooms are reduced.
+    """
+    splits = np.empty(len(labels), np.int32)
+    by_class = np.argsort(labels, kind="stable")
+    start = 0
+    for places, count in zip(room, np.bincount(labels, minlength=len(room)).tolist(), strict=True):
+        places = [max(0, part) for part in places]
+        while sum(places) > count:
+            places[places.index(max(places))] -= 1
+        splits[by_class[start : start + count]] = np.repeat(np.arange(len(places)), places)
+        start += count
+    return splits
+
+
+def shuffled(rows: np.ndarray, *key: int | str) -> np.ndarray:
+    """Return the rows (n, ...) in a random order that depends on n and the key alone."""
+    return rows[random_order(len(rows), random_key(*key))]
+
+
+def check_splits(
+    rows: Mapping[str, np.ndarray],
+    labels: np.ndarray,
+    classes: Sequence[str],
+    wanted: Iterable[str],
+    source: str,
+    way: str = "",
+) -> None:
+    """Raise UsageError if a `wanted` split has no sample, or a class has none in train.
+
+    `rows` are the samples of each split, `labels` (N,) those of all; `way`: how they were drawn.
+    """
+    for name in wanted:
+        if not len(rows[name]):
+            what = f"--split leaves none of {len(labels):,} images of {source} for {name}{way}"
+            raise UsageError(f"{what}: give it a larger share or more images")
+    trained = np.bincount(labels[rows["train"]], minlength=len(classes))
+    for label in np.flatnonzero(trained == 0)[:1].tolist():
+        where = f"class {classes[label]} of {source} has no image in train{way}"
+        raise UsageError(f"{where}: give train a larger share, or the class more images")

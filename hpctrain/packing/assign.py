@@ -1,6 +1,6 @@
 """Assign images to splits and shuffle them, before any is decoded.
 
-Splits are stratified (``data/draws.py``). Equal files stay together: they are placed first, in
+Splits are stratified (``data/orders.py``). Equal files stay together: they are placed first, in
 train while there is room. Groups of a manifest are placed in order of size, the largest first, each
 in the split that most lacks the group's classes, so counts are only as exact as the groups allow.
 Splits given by the source are kept; copies in an earlier split (train before validation before
@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 
 from hpctrain.config import Fold, PackConfig
-from hpctrain.data.draws import check_splits, cut, fill, shuffled
+from hpctrain.data.orders import check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS
 from hpctrain.errors import UsageError
 from hpctrain.packing.sources import NO_SPLIT, Source

@@ -33,8 +33,8 @@ from rich.table import Column, Table
 import hpctrain
 from hpctrain.config import PackConfig, Size
 from hpctrain.data.digits import generate
-from hpctrain.data.draws import assign, shuffled
 from hpctrain.data.images import BadImage, Fit, probe
+from hpctrain.data.orders import assign, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.split import Split, find_corrupt
 from hpctrain.errors import RunError, UsageError
