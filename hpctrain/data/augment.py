@@ -25,11 +25,10 @@ class Augmentation(NamedTuple):
 
 
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
-    """Flip and shift images (n, H, W, C) uint8 at random.
+    """Flip and shift images (n, H, W, C) uint8 at random; without both, return the images.
 
     Each image is flipped left to right with probability 1/2, then shifted by -shift to +shift
-    pixels, uniform and independent in x and y. Without flip and shift, the images themselves are
-    returned and no number is drawn.
+    pixels, uniform and independent in x and y.
     """
     rows, (flip, shift) = len(images), augmentation
     if rows == 0 or not (flip or shift):
@@ -49,8 +48,8 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
 def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
     """Return a copy with image i shifted by down[i] and right[i], at most `shift`, over black.
 
-    Each image is padded with a black border. A row of a shifted image is then a run of W * C bytes
-    of the padded one, which is a row of one overlapping view.
+    A row of a shifted image is a run of W * C bytes of the image padded with a black border, which
+    is a row of one overlapping view.
     """
     n, height, width, channels = images.shape
     tall, wide = height + 2 * shift, width + 2 * shift
@@ -72,10 +71,9 @@ def to_input(
 ) -> Tensor:
     """Scale bytes (n, H, W, C) to the network's input, (n, C, H, W) of `dtype`.
 
-    Bytes are divided by 255, to [0, 1]; floats are used unchanged. If `mean` and `std` are given,
-    (C,) each and on the device of the images, (x - mean) / std is computed per channel. The result
-    is a copy, in memory as NHWC (`channels_last`) or NCHW, computed in float32 (float64 for that
-    `dtype`).
+    Bytes are divided by 255; floats are used unchanged. With `mean` and `std`, (C,) each and on the
+    device of the images, (x - mean) / std is computed per channel. The result is a copy, in memory
+    as NHWC (`channels_last`) or NCHW, computed in float32 (float64 for that `dtype`).
     """
     n, height, width, channels = images.shape
     memory = torch.channels_last if channels_last else torch.contiguous_format

@@ -6,7 +6,7 @@ little noise.
 
 The bytes are equal on every machine and with every NumPy: random numbers are raw PCG64 output,
 sines come from a table rounded far more coarsely than mathematical libraries differ, and all else
-is elementwise arithmetic that IEEE 754 defines to the last bit, without sums in unspecified order.
+is elementwise arithmetic that IEEE 754 defines to the last bit.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def draw_set(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draw `per_class` images of each digit, equally many in each style, in order of angle.
 
-    Returns images (N, 28, 28, 1) uint8, labels (N,) int64 and a random number (N,) per image to
-    sort by when shuffling.
+    Returns images (N, 28, 28, 1) uint8, labels (N,) int64 and a number (N,) to shuffle by.
     """
     labels = np.repeat(np.arange(len(CLASSES), dtype=np.int64), per_class)
     edges = [per_class * number // len(styles) for number in range(len(styles) + 1)]

@@ -6,8 +6,8 @@ written, and virtual or external data whose sources are missing, short or not ma
 A file that is not a pack is read in place. Its splits are drawn from a seed as lists of rows. If
 samples can be read one by one, each class is divided by the shares and every split is shuffled. If
 they should be read in long blocks (chunks, or --shuffle blocks), whole blocks are drawn, and a
-split has its blocks in random order. Rank 0 does all of this. The other ranks receive the rows and
-labels of all splits with the ``Pack``: for less than 256 classes and 2^32 images, 5 bytes of each.
+split has its blocks in random order. Rank 0 does all of this and sends the rows and labels of all
+splits with the ``Pack``: for less than 256 classes and 2^32 images, 5 bytes of each.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ class Unusable(Exception):
 
 @contextmanager
 def open_hdf5(path: str) -> Iterator[h5py.File]:
-    """Open the file for reading in a ``with`` block.
-
-    Any error in the block is raised as one UsageError that names the file.
-    """
+    """Open the file for reading; any error in the block is a UsageError that names the file."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             yield file
@@ -130,7 +127,7 @@ def _check_external(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> Non
 def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
     """Check the sources of a virtual dataset; return the most rows of a chunk of one.
 
-    Raises Unusable for a source that is missing or too short, and for values that no source holds.
+    Raises Unusable for a source that is missing or too short, and for values that none holds.
     """
     if prefix := os.environ.get("HDF5_VDS_PREFIX"):  # HDF5 then looks at several places
         raise Unusable(f"sources may be elsewhere by HDF5_VDS_PREFIX={prefix}: unset it")
@@ -167,7 +164,6 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
 class Rows:
     """The rows of a dataset that is not stored in one piece, read by h5py. Thread-safe.
 
-    HDF5 caches the chunks that were read last, because the next call often continues within one.
     The file must not change while it is read: HDF5 returns zeros for bytes that are missing.
     (Sources of virtual datasets and raw files are compared when it is opened, and not again.)
     """
@@ -177,7 +173,7 @@ class Rows:
         for each, size in sizes.items():
             File(each, size).close()
         self._path, self._lock = path, threading.Lock()
-        # Each source of a virtual dataset has a cache of its own.
+        # HDF5 caches what was read last, of each source of a virtual dataset: calls continue there.
         cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes) // len(sizes)
         self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cached, rdcc_nslots=SLOTS)
         self._data, self._state = self._file[stored.dataset], self._read_state()
@@ -217,10 +213,9 @@ class Rows:
 
 
 def read_external(path: str | os.PathLike[str], how: External) -> Pack:
-    """Check, split and identify an external file and return it as a `Pack`.
+    """Check, split and identify an external file and return it as a `Pack`. Raises UsageError.
 
-    Labels are mapped to 0 ... K-1 in ascending order; classes are named by their labels. Raises
-    UsageError (one line that names the file and the cause).
+    Labels are mapped to 0 ... K-1 in ascending order; classes are named by their labels.
     """
     path, layout, sizes = os.path.abspath(path), how.layout or "", dict[str, int]()
     found, labels = dict[str, SplitInfo](), dict[str, np.ndarray]()
@@ -270,9 +265,9 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
 
 
 def find_splits(file: h5py.File, how: External) -> dict[str, str]:
-    """Return the names of the splits that the file has, as they stand for "{split}".
+    """Return what stands for "{split}" in the file, by split; {"": ""} without it.
 
-    Without "{split}", that is {"": ""}. Raises Unusable if there are no images of train.
+    Raises Unusable if there are no images of train.
     """
     before, mark, after = how.images.partition("{split}")
     if not mark:
@@ -295,7 +290,7 @@ def find_splits(file: h5py.File, how: External) -> dict[str, str]:
 def choose_layout(data: h5py.Dataset, layout: str) -> str:
     """Return the layout of the images, by default the usual one of so many dimensions.
 
-    Raises Unusable if it does not fit or might be another, or if images of this type are not read.
+    Raises Unusable if it does not fit or may be another, or for images of another type.
     """
     name, shape, kind = f"the images {data.name}", data.shape or (), str(data.dtype)
     size = data.id.get_type().get_size()
@@ -349,17 +344,17 @@ def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
 def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str, np.ndarray]:
     """Draw the rows of every split of a file, given the labels (N,); of a `split`, shuffle them.
 
-    Raises UsageError if a split with a share gets no sample, or a class has no sample in train.
+    Raises what `check_splits` raises.
     """
     everything, block_rows = np.arange(len(labels)), pack.block_rows
     if split:
         return {split: _in_random_order(everything, block_rows, how.seed, split)}
-    shares = Shares(how.split or DEFAULT_SPLIT)
+    shares, way = Shares(how.split or DEFAULT_SPLIT), ""
     if block_rows:
         splits = _assign_blocks(labels, shares, block_rows, how.seed)
         way = f", drawn in blocks of {block_rows:,} images"
     else:
-        splits, way = assign(labels, shares, how.seed), ""
+        splits = assign(labels, shares, how.seed)
     drawn = {
         name: _in_random_order(everything[splits == position], block_rows, how.seed, name)
         for position, name in enumerate(SPLITS)
@@ -387,10 +382,9 @@ def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: in
 
 
 def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -> np.ndarray:
-    """Shuffle the ascending rows (n,) of a split: its blocks, a short one last, or its samples.
+    """Shuffle the ascending rows (n,) of a split: its samples, or its blocks, a short one last.
 
-    `orders.BlockOrder` counts blocks from the first sample of the split: they are those of the
-    file.
+    So the blocks that `orders.BlockOrder` counts from the first sample are those of the file.
     """
     if not block_rows:
         return shuffled(rows, seed, "pack order", split)

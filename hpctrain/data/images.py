@@ -108,19 +108,14 @@ def bad_images() -> Iterator[None]:
 @bad_images()
 def decode(data: bytes | Image.Image, fit: Fit) -> bytes:
     """Decode an image file, or convert an image of Pillow, which is not changed, to the size and
-    channels of `fit`: height x width x channels bytes.
-
-    Raises BadImage.
+    channels of `fit`: height x width x channels bytes. Raises BadImage.
     """
     return _decode(data.copy() if isinstance(data, Image.Image) else _open(data), fit)
 
 
 @bad_images()
 def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
-    """Decode a JPEG file of a pack, which is upright, or a crop of it stretched to size, likewise.
-
-    Raises BadImage.
-    """
+    """Decode a JPEG file of a pack, which is upright, or a crop of it stretched to size, too."""
     image = Image.open(io.BytesIO(data), formats=("JPEG",))
     if crop is None:
         return _decode(image, fit, upright=True)
@@ -137,10 +132,10 @@ def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
 
 @bad_images()
 def as_jpeg(data: bytes) -> bytes:
-    """Convert an image file to an upright JPEG file, gray or YCbCr, of the same size.
+    """Return an upright JPEG file, gray or YCbCr, of the same size: these bytes if they are one.
 
-    If it already is one, its bytes are returned unchanged. Otherwise steps 2 and 4 of the module's
-    docstring are applied to the decoded image, and it is encoded. Raises BadImage.
+    Otherwise steps 2 and 4 of the module's docstring are applied to the decoded image, and it is
+    encoded. Raises BadImage.
     """
     image = _open(data)
     sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEGs
@@ -157,9 +152,9 @@ def as_jpeg(data: bytes) -> bytes:
 
 @bad_images()
 def probe(data: bytes) -> tuple[int, int, bool]:
-    """Return width, height and whether there is colour, without decoding more than a palette.
+    """Return width, height (when upright) and whether there is colour. Raises BadImage.
 
-    The size is that after the EXIF orientation. Raises BadImage.
+    No more than a palette is decoded.
     """
     image = _open(data)
     if image.format == "TIFF":

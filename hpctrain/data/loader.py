@@ -1,9 +1,9 @@
 """Load the batches of one rank: they are read and augmented in the background.
 
 A thread (never a forked process: MPI is running) gathers the samples of the next steps into a
-reused buffer and makes the network's input of them, so that a batch is ready before it is needed.
-On a GPU this overlaps with the kernels of training (streams.py). The thread continues across the
-end of an epoch: the content of a batch is a pure function of (seed, epoch, step, shard).
+reused buffer and makes the network's input of them. On a GPU this overlaps with the kernels of
+training (streams.py). The thread continues across the end of an epoch: the content of a batch is a
+pure function of (seed, epoch, step, shard).
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class ReadOptions(NamedTuple):
 class Loader:
     """Loads the batches of the shards that are assigned to this rank.
 
-    If all that the shards may read fit into the read buffer, they are read once and kept. Otherwise
-    a `BlockOrder` reads windows: the next window of every shard is read while the current one is
-    used. Other orders, and random crops, read each sample when it is needed.
+    All samples that the shards may read are read once and kept, if they fit into the read buffer.
+    Otherwise a `BlockOrder` reads windows: the next one of every shard while one is used. Other
+    orders, and random crops, read each sample when it is needed.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ split is a group of contiguous datasets:
     crc32       (N,) uint32: zlib.crc32(image, label), of the image's bytes, seeded by its label
     names, name_offsets   likewise uint8 and int64: where each sample comes from, if it is kept
 
-``read_pack`` checks on rank 0 everything that reading by offset relies on. Its result is small and
-picklable; with it ``Split`` reads without HDF5.
+``read_pack`` checks on rank 0 everything that reading by offset relies on. With its result, which
+is small and picklable, ``Split`` reads without HDF5.
 """
 
 from __future__ import annotations
@@ -99,10 +99,7 @@ class External(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """What is known of a pack: enough to read its samples by offset. Small and picklable.
-
-    An HDF5 file of another program is one, too (``external.py``): its mean and std are not known.
-    """
+    """What is known of a pack, or of an external HDF5 file (without mean and std)."""
 
     path: str
     uuid: str
@@ -138,10 +135,7 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def checksum(image: bytes | memoryview, label: int) -> int:
-    """Return the CRC-32 of a sample: of the bytes of its image, seeded by its label.
-
-    Equal images with different labels always differ in it.
-    """
+    """Return the CRC-32 of a sample: equal images with different labels always differ in it."""
     return zlib.crc32(image, label)
 
 
@@ -161,8 +155,8 @@ def make_uuid(facts: Mapping[str, Any], checksums: Mapping[str, np.ndarray | h5p
 def read_pack(path: str | os.PathLike[str]) -> Pack:
     """Open a pack and check everything but its samples.
 
-    Raises UsageError (one line that names the file and the cause) if the file is missing, not a
-    pack, truncated, corrupt, incomplete or of another format.
+    Raises UsageError if the file is missing, not a pack, truncated, corrupt, incomplete or of
+    another format.
     """
     from hpctrain.data.external import Unusable, find_dataset, locate, open_hdf5  # imports h5py
 

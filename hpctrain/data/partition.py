@@ -10,8 +10,8 @@ j has
 samples, with c_j = b_0 + ... + b_{j-1}. As r_j <= b_j, all shards finish in the same step, and
 every sample is read exactly once per epoch. Partitions are contiguous ranges of samples.
 
-A rank carries a contiguous run of shards, which are logical workers, and processes them one after
-another: more shards than ranks means gradient accumulation.
+A rank processes a contiguous run of shards one after another: more shards than ranks means gradient
+accumulation.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def cut_last_step(
 ) -> tuple[int, ...] | None:
     """Divide the samples of the last step among shards with even `shares`.
 
-    Each shard gets none or at least `min_samples`, which is 2 if a layer normalises one value per
-    image and channel. If a division in proportion to the shares does not allow it, the samples are
-    divided evenly among as few shards as can hold them. Returns None if even that fails.
+    Each shard gets none or at least `min_samples`. If a division in proportion to the shares does
+    not allow it, the samples are divided evenly among as few shards as can hold them; None if even
+    that fails.
     """
     sums = [*accumulate(shares, initial=0)]
     cut = tuple(samples * b // sums[-1] - samples * a // sums[-1] for a, b in pairwise(sums))
@@ -91,8 +91,8 @@ class Partition:
 def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) -> Partition:
     """Divide an epoch over `samples` samples into steps of `batch_size` and into shards.
 
-    `min_samples` is the smallest number of samples that a shard may have in a step, except zero.
-    Raises UsageError if this is impossible in a full step or the last one.
+    `min_samples` is the fewest that a shard may have in a step, except zero: 2 if a layer
+    normalises one value per image and channel. Raises UsageError if this is impossible.
     """
     batch_size = min(batch_size, samples)
     rest, fits = samples % batch_size or batch_size, batch_size // shards >= max(min_samples, 1)
@@ -111,9 +111,8 @@ def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) 
 def random_key(*parts: int | str) -> int:
     """Hash (BLAKE2b) the purpose of random numbers to a 63-bit key: seed, epoch, step, shard, ...
 
-    Not a sum: (seed 1, epoch 0) and (seed 0, epoch 1) would draw the same numbers. As a key depends
-    on nothing else, no generator state is saved, and the numbers do not depend on the number of
-    ranks.
+    As it depends on nothing else, no generator state is saved, and any number of ranks draws the
+    same. In a sum, (seed 1, epoch 0) and (seed 0, epoch 1) would be equal.
     """
     text = "|".join(f"{type(part).__name__}:{part!r}" for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -124,8 +123,7 @@ def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[r
     """Assign a run of at least one shard to each of `size` ranks, in proportion to its load.
 
     `loads` are positive numbers, one per rank; without them all are equal. Every shard goes to the
-    rank that would finish first with it, in a tie to the first. Raises UsageError for more ranks
-    than shards, and for loads that are not one per rank.
+    rank that would finish first with it, in a tie to the first. Raises UsageError.
     """
     if size > shards:
         fewer = f"start at most {shards}, or a new run with --shards {size}"

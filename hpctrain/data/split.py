@@ -6,9 +6,9 @@
     external HDF5 file, contiguous   raw     offset + rows[i] * image bytes
     external HDF5 file, otherwise    h5py    row rows[i] (``external.py``)
 
-A contiguous dataset is read at offsets, by preadv(2), without HDF5: this holds neither the
-library's lock nor the interpreter's, takes 1 to 2 microseconds per sample instead of 30, and
-reports a truncated file as an error instead of a signal.
+A contiguous dataset is read by preadv(2), without HDF5: this holds neither the library's lock nor
+the interpreter's, takes 1 to 2 microseconds per sample instead of 30, and reports a truncated file
+as an error instead of a signal, unlike a memory map.
 """
 
 from __future__ import annotations
@@ -120,15 +120,13 @@ class Split:
 
     Images have the shape ``image_shape`` (H, W, C) and the type ``dtype``: uint8, or the floats of
     an external file, which must be finite. A sample's checksum is compared when it is first read.
-    Labels, checksums and JPEG file offsets are read on demand; ``hold`` keeps those of a range of
-    samples in memory.
     """
 
     def __init__(
         self, pack: Pack, name: str, threads: int | None = None, verify: bool = True
     ) -> None:
-        """Open a split. JPEG files are decoded by `threads` threads; default: one per usable core,
-        at most 8. Without `verify`, checksums are not compared.
+        """Open a split. JPEG files are decoded by `threads` threads, as `decode_threads` says;
+        without `verify`, checksums are not compared.
 
         Raises UsageError if a file is missing or not the one that was checked.
         """
@@ -140,7 +138,7 @@ class Split:
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
         self._threads: ThreadPoolExecutor | None = None  # that decode
         self._rows: Rows | None = None
-        # Samples whose numbers are in memory, and these. One attribute: threads may read it.
+        # Samples whose numbers are in memory, and these: one attribute, for other threads.
         self._held: tuple[range, dict[str, np.ndarray]] = range(0), {}
         self._ahead = False  # whether `gather` asks the kernel for images before it reads them
         self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
@@ -169,11 +167,10 @@ class Split:
         crops: Sequence[Crop] | None = None,
         bad: Bad | None = None,
     ) -> np.ndarray:
-        """Read the samples `indices` (n,), in that order, into `out` and return it.
+        """Read the samples `indices` (n,), in that order, into `out` (n, H, W, C) and return it.
 
-        `out` is (n, H, W, C) of ``dtype``. With `crops` (n,), a crop of each JPEG file is decoded.
-        A sample that is corrupt or not finite is described in `bad`, or raises RunError without it.
-        Raises RunError if a file is truncated.
+        With `crops` (n,), a crop of each JPEG file is decoded. A sample that is corrupt or not
+        finite is described in `bad`, or raises RunError without it, as a truncated file does.
         """
         self._check_indices(indices)
         wanted, found = (self.dtype, (len(indices), *self.image_shape)), Bad()
@@ -182,10 +179,8 @@ class Split:
         if self._threads:
             order = np.argsort(indices, kind="stable")  # file order
             parts = np.split(order, range(TASK_FILES, len(order), TASK_FILES))
-
-            for bad_files in self._threads.map(
-                lambda places: self._decode(indices[places], places.tolist(), out, crops), parts
-            ):
+            decoded = self._threads.map(lambda part: self._decode(indices, part, out, crops), parts)
+            for bad_files in decoded:
                 found |= bad_files
         else:
             rows = indices if self.info.rows is None else self.info.rows[indices].astype(np.int64)
@@ -203,10 +198,10 @@ class Split:
         return np.concatenate([np.empty(0, np.int64), *map(self.read_labels, pieces(len(self)))])
 
     def read_labels(self, indices: np.ndarray, bad: Bad | None = None) -> np.ndarray:
-        """Return the labels of the samples `indices` (n,), (n,) int64.
+        """Return the labels of the samples `indices` (n,), (n,) int64. Raises RunError.
 
         A label that is not a class is described in `bad` and returned as 0; without `bad`, it
-        raises RunError. Raises RunError if labels cannot be read.
+        raises RunError.
         """
         self._check_indices(indices)
         labels, classes = self._take("labels", indices).astype(np.int64), len(self.pack.classes)
@@ -225,7 +220,7 @@ class Split:
         return sum(parts, np.zeros(classes, np.int64))
 
     def hold(self, samples: range) -> None:
-        """Keep the labels, checksums and offsets of `samples` in memory.
+        """Keep the labels, checksums and offsets of `samples` in memory; others are read on demand.
 
         The kernel is asked to read their images, too: at once if they take 1 GiB at most, else
         those of every call of `gather` when they are first read.
@@ -268,10 +263,8 @@ class Split:
         return range(*self._take("offsets", np.array([samples.start, samples.stop])).tolist())
 
     def source_of(self, index: int) -> str:
-        """Return where a sample came from, or "" if that is not known.
-
-        This is the name of a packed file, relative to its source, or a dataset and its row:
-        "/x[5]".
+        """Return where a sample came from: the name of a packed file relative to its source, a
+        dataset and its row as "/x[5]", or "" if that is not known.
         """
         if self.info.rows is not None:
             return f"{self.info.images.dataset}[{self.info.rows[index]}]"
@@ -357,23 +350,19 @@ class Split:
                 images[...] = values
 
     def _decode(
-        self,
-        indices: np.ndarray,
-        places: list[int],
-        out: np.ndarray,
-        crops: Sequence[Crop] | None,
+        self, indices: np.ndarray, part: np.ndarray, out: np.ndarray, crops: Sequence[Crop] | None
     ) -> Bad:
-        """Read and decode JPEG files `indices` (n,), or a crop of each, to `places` in `out`."""
+        """Read and decode the JPEG files `indices[part]`, or a crop of each, to `out[part]`."""
         from hpctrain.data.images import BadImage, decode_jpeg
 
-        stored, files, bad = self.info.images, list[memoryview](), Bad()
+        stored, files, bad, indices = self.info.images, list[memoryview](), Bad(), indices[part]
         ends = zip(*(self._take("offsets", indices + n).tolist() for n in (0, 1)), strict=True)
         for start, stop in ends:
             is_within = 0 <= start < stop <= stored.shape[0]
             files.append(memoryview(bytearray(stop - start if is_within else 0)))  # empty: corrupt
             self._file.read(files[-1], stored.offset + start * is_within)
         self._compare(indices, files, bad)
-        for place, number, file in zip(places, indices.tolist(), files, strict=True):
+        for place, number, file in zip(part.tolist(), indices.tolist(), files, strict=True):
             if number not in bad:
                 try:
                     pixels = decode_jpeg(file, self._fit, crops[place] if crops else None)
@@ -383,10 +372,7 @@ class Split:
         return bad
 
     def _compare(self, indices: np.ndarray, images: Sequence[Any] | np.ndarray, bad: Bad) -> None:
-        """Compare the checksums of samples that are read for the first time.
-
-        `images` are the bytes of the samples `indices` (n,).
-        """
+        """Compare the checksums of `indices` (n,) that are read for the first time, as `images`."""
         if (seen := self._seen[indices]).all():
             return
         new = indices[~seen]
@@ -407,8 +393,8 @@ def find_corrupt(pack: Pack) -> Iterator[str]:
         with Split(pack, name) as split:
             for indices in pieces(len(split), max(1, READ_BYTES // pack.image_bytes)):
                 doing(f"checking sample {indices[0]:,} of {name}")
-                bad, shape = Bad(), (len(indices), *split.image_shape)
-                split.gather(indices, np.empty(shape, split.dtype), bad=bad)
+                bad, images = Bad(), np.empty((len(indices), *split.image_shape), split.dtype)
+                split.gather(indices, images, bad=bad)
                 split.read_labels(indices, bad)
                 yield from bad.values()
 

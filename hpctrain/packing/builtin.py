@@ -25,8 +25,8 @@ SHA256 = "4c54ace7911aaffe13a365c34f650e71dd5bf1be0a58b464e5a7183e3e595d9c"
 def locate(data: str, cache_dir: str) -> Path:
     """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
 
-    Built-in names take precedence: write ./digits for a file of that name. Raises UsageError (one
-    line) if `data` is not a file. Making a set raises what `pack` raises.
+    Built-in names take precedence: write ./digits for a file of that name. Raises UsageError if
+    `data` is not a file, and what `pack` raises.
     """
     path = Path(data)
     if data in BUILT_IN:
@@ -53,17 +53,13 @@ def cache_path(cache_dir: str, name: str) -> Path:
     try:
         Path(cache_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"--cache-dir {cache_dir} cannot be made: {error.strerror}; choose another"
-        ) from None
+        why = f"cannot be made: {error.strerror}; choose another"
+        raise UsageError(f"--cache-dir {cache_dir} {why}") from None
     return Path(cache_dir, name)
 
 
 def fetch_flowers(cache_dir: str) -> Path:
-    """Return the path of the archive in `cache_dir`; download it if it does not exist yet.
-
-    Raises RunError if it cannot be downloaded or written, or is not the published one.
-    """
+    """Return the path of the archive in `cache_dir`; download it if needed. Raises RunError."""
     path = cache_path(cache_dir, "flower_photos.tgz")
     if path.exists():
         return path
@@ -74,7 +70,6 @@ def fetch_flowers(cache_dir: str) -> Path:
     try:
         download_url_to_file(URL, str(path), SHA256, progress=sys.stderr.isatty())
     except (OSError, RuntimeError, http.client.HTTPException) as error:  # OSError: also of the URL
-        raise RunError(
-            f"cannot download {URL} to {path}: {error}. Try again, or download it there by hand"
-        ) from None
+        hint = "Try again, or download it there by hand"
+        raise RunError(f"cannot download {URL} to {path}: {error}. {hint}") from None
     return path

@@ -1,8 +1,12 @@
 """``hpctrain pack``: make one HDF5 pack of image files.
 
 1. List the source (``sources.py``).
-2. Assign the images to splits and shuffle them, from the seed (``assign.py``). Equal files, by size
-   and SHA-256, stay in one split.
+2. Assign the images to splits and shuffle them, from the seed. Equal files, by size and SHA-256,
+   stay together: they are placed first, in train while there is room. Groups of a manifest are
+   placed in order of size, the largest first, each in the split that most lacks the group's
+   classes, so counts are only as exact as the groups allow. Splits given by the source are kept;
+   copies in an earlier split (train before validation before test) are left out, so that no test
+   image is trained on.
 3. Decode every image in worker processes on one node (``workers.py``), and write it at its place in
    a new file with a temporary name. JPEG files, whose places depend on their sizes, are decoded
    first; then they are read again and written.
@@ -22,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,23 +36,23 @@ import PIL
 from rich.table import Column, Table
 
 import hpctrain
-from hpctrain.config import PackConfig, Size
+from hpctrain.config import Fold, PackConfig, Size
 from hpctrain.data.digits import generate
 from hpctrain.data.images import BadImage, Fit, probe
-from hpctrain.data.orders import assign, shuffled
+from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.split import Split, find_corrupt
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
-from hpctrain.packing.assign import TRAIN, assign_rows
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
-from hpctrain.packing.sources import Source, open_source
+from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
 from hpctrain.report.console import make_console
 from hpctrain.text import bytes_text, counted, say
 
+TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
 ARCHIVE = r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$"
 FLOWERS_SIZE = Size("100x100")
 MIN_IMAGES_PER_JOB = 16
@@ -78,10 +83,7 @@ def main(config: PackConfig) -> int:
 
 
 def check_pack(path: str) -> int:
-    """Read all samples of a pack; name those that are corrupt, else print the pack's table.
-
-    Returns 0, or 1 if there are corrupt samples.
-    """
+    """Read all samples of a pack; name those that are corrupt (returns 1), else print its table."""
     pack, count = read_pack(path), 0
     for line in find_corrupt(pack):
         note(line)
@@ -95,9 +97,8 @@ def check_pack(path: str) -> int:
 
 
 def make_pack(config: PackConfig) -> Path:
-    """Make the pack that `config` describes without printing a table, and return its path.
+    """Make the pack that `config` describes, and return its path. Raises UsageError and RunError.
 
-    Raises UsageError if the source or the settings cannot be used, RunError if the disk is full.
     After an error or an interruption, no file exists under the pack's name.
     """
     if config.source is None:
@@ -107,10 +108,10 @@ def make_pack(config: PackConfig) -> Path:
         remove_left_behind(output)
         if config.source == "digits":
             pack_digits(config, output)
-        elif config.source == "flowers":
-            pack_images(config, fetch_flowers(config.cache_dir), output)
         else:
-            pack_images(config, Path(config.source), output)
+            is_flowers = config.source == "flowers"
+            path = fetch_flowers(config.cache_dir) if is_flowers else Path(config.source)
+            pack_images(config, path, output)
     return output
 
 
@@ -175,9 +176,8 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
 def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     """Return the size and channels of the pack, reading as few headers as necessary.
 
-    Without --size, all images must have the size of the first readable one. Without --channels,
-    there are 3 channels if any image has colour. Raises UsageError if no image can be read, or if
-    sizes differ.
+    Without --size, all images must have the size of the first readable one; without --channels,
+    there are 3 if any image has colour. Raises UsageError.
     """
     size = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
     channels, first, colour = config.channels, "", False
@@ -231,6 +231,104 @@ def _read(
     tasks = ((source.slices(rows[at : at + IMAGES_PER_TASK]), *options) for at in starts)
     for found in run("reading", function, tasks, len(rows)):
         yield from found
+
+
+def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
+    """Return the images (n,) of every split in their final order.
+
+    If the source gives test but no validation, validation is drawn from the given train, in the
+    ratio of these two shares. Raises what `check_splits` raises.
+    """
+    labels, together = source.labels, source.duplicate_of
+    if is_grouped := bool((source.groups >= 0).any()):
+        together = merge_groups(together, source.groups)
+    shares: tuple[Fraction, ...] = config.split
+    splits, way = source.splits.astype(np.int32), ""
+    wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
+    if config.fold:
+        wanted = [_hold_out(source, splits, together, config.fold, config.seed)]
+        way = f" by --fold {config.fold}"
+    elif (splits > TRAIN).any():
+        wanted = []
+    else:  # a source with only train does not give splits
+        splits[:] = NO_SPLIT
+    if (splits > TRAIN).any() and shares[VALIDATION] and not (splits == VALIDATION).any():
+        wanted.append("validation")
+        splits[splits == TRAIN] = NO_SPLIT
+        shares = (shares[TRAIN], shares[VALIDATION], Fraction(0))
+    latest = np.full(int(together.max()) + 1, NO_SPLIT, np.int32)  # given split of each group
+    np.maximum.at(latest, together, splits)
+    splits[splits < latest[together]] = NO_SPLIT  # left out
+    rows = np.flatnonzero(latest[together] == NO_SPLIT)
+    rows = shuffled(rows, config.seed, "pack split")
+    splits[rows] = _draw(labels[rows], together[rows], shares, is_grouped)
+    found = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
+    check_splits(found, labels, source.classes, wanted, source.name, way)
+    used = ((name, of) for name, of in found.items() if len(of))
+    return {name: shuffled(of, config.seed, "pack order", name) for name, of in used}
+
+
+def _hold_out(
+    source: Source, splits: np.ndarray, together: np.ndarray, fold: Fold, seed: int
+) -> str:
+    """Hold out fold K of N in `splits` (N,): as test, or as validation if the source gives test.
+
+    Every image, except those of a given test, is in one of the N folds, which are stratified and
+    divide no group. Returns the name of the split. Raises UsageError.
+    """
+    if (splits == VALIDATION).any():
+        raise UsageError("--fold is for sources that do not give a validation split, as this does")
+    number, count = fold
+    held_out = VALIDATION if (splits == TEST).any() else TEST
+    rows = shuffled(np.flatnonzero(splits != TEST), seed, "pack split")
+    folds = _draw(source.labels[rows], together[rows], (Fraction(1, count),) * count, True)
+    splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
+    return SPLITS[held_out]
+
+
+def _draw(
+    labels: np.ndarray, groups: np.ndarray, shares: tuple[Fraction, ...], balanced: bool
+) -> np.ndarray:
+    """Return the split (n,) of each row, in random order. Equal `groups` (n,) are not divided:
+    equal files, or if `balanced`, those of a manifest.
+    """
+    counts = np.bincount(labels).tolist()
+    wanted = np.array([cut(count, shares) for count in counts])  # (K, S)
+    if balanced and len(set(shares)) == 1:  # else the first folds get the remainder of every class
+        first = np.cumsum([0, *counts]) % len(shares)
+        wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
+    room = wanted.copy()
+    splits = np.empty(len(labels), np.int32)
+    is_single = np.bincount(groups)[groups] == 1
+    by_group: dict[int, list[int]] = {}
+    for row in np.flatnonzero(~is_single).tolist():
+        by_group.setdefault(int(groups[row]), []).append(row)
+    for members in sorted(by_group.values(), key=len, reverse=True):
+        need = np.bincount(labels[members], minlength=len(room))  # (K,)
+        fits = (room >= need[:, None]).all(axis=0) & (room.sum(axis=0) > 0)
+        if balanced:
+            lack = np.where(wanted > 0, room / np.maximum(wanted, 1), -1.0)
+            split = int(np.argmax(need @ lack))
+        else:
+            split = int(np.argmax(fits)) if fits.any() else int(np.argmax(room.sum(axis=0)))
+        splits[members] = split
+        room[:, split] -= need
+    splits[is_single] = fill(labels[is_single], room.tolist())
+    return splits
+
+
+def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Merge two groupings (N,): images connected by equal numbers in either get equal numbers."""
+    numbers = np.arange(len(one))
+    groupings = [np.unique(groups, return_inverse=True)[1] for groups in (one, other)]
+    while True:
+        before = numbers
+        for groups in groupings:
+            smallest = np.full(len(numbers), len(numbers))
+            np.minimum.at(smallest, groups, numbers)
+            numbers = smallest[groups]
+        if np.array_equal(numbers, before):
+            return numbers
 
 
 def write_images(

@@ -2,7 +2,7 @@
 
 Archives are never extracted. A .tgz is decompressed once into a scratch file, where every member is
 a slice of bytes; members of a .zip are slices, too, stored or deflated. What cannot be read, such
-as a link in an archive, is listed like an image and found to be bad when it is read.
+as a link in an archive, is listed and found to be bad when it is read.
 
 Classes and splits follow from the names of files alone: hidden files (``.name``, ``__MACOSX``) and
 a single top folder are skipped; every folder is a class, and the files in it at any depth are its
@@ -100,24 +100,24 @@ class Source:
 def read_files(slices: list[Slice], use: Callable[[bytes], T]) -> Iterator[T | BadImage]:
     """Yield what `use` makes of the bytes of each image file, or why it cannot be read.
 
-    An archive is opened once. `use` may raise BadImage.
+    An archive is opened once; a named pipe does not wait for a writer, and is read as an empty
+    file. `use` may raise BadImage.
     """
+
+    def open_at_once(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)
+
     for path, parts in groupby(slices, lambda part: part.path):
         with ExitStack() as opened:
             file = None
             for part in parts:
                 try:
-                    file = file or opened.enter_context(FileIO(path, opener=_open_at_once))
+                    file = file or opened.enter_context(FileIO(path, opener=open_at_once))
                     yield use(_read(file, part))
                 except BadImage as error:
                     yield error
                 except (OSError, ValueError, zlib.error) as error:
                     yield BadImage(getattr(error, "strerror", None) or str(error))
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a named pipe does not wait for a writer, and is read as an empty file."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read(file: FileIO, part: Slice) -> bytes:
@@ -142,10 +142,10 @@ def _read(file: FileIO, part: Slice) -> bytes:
 
 @contextmanager
 def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Iterator[Source]:
-    """List the source at `path`, for use in a ``with`` block.
+    """List the source at `path`. Raises UsageError if there is nothing to pack.
 
-    A .tgz is unzipped to a file in the folder `scratch`. It has no name, so it vanishes when this
-    process ends, in whatever way. Raises UsageError (one line) if there is nothing to pack.
+    A .tgz is unzipped to a file in the folder `scratch`, without a name: it vanishes with this
+    process.
     """
     if path.suffix == ".csv" and path.is_file():
         path, manifest = path.absolute().parent, str(path)
@@ -167,10 +167,7 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
 
 
 def _walk(root: Path) -> tuple[list[str], list[str], str]:
-    """List the files and the folders below `root`. Links are followed except in loops.
-
-    Returns what `read_class_folders` takes. Raises UsageError.
-    """
+    """Return what `read_class_folders` takes. Links are followed except in loops."""
     files, folders = list[str](), list[str]()
 
     def refuse(error: OSError) -> None:
@@ -191,8 +188,7 @@ def _list_archive(
     """List the members of an archive, after decompressing a .tgz into the file `unzipped`.
 
     Returns its kind, the path by which its members are read, its folders, the row of each file by
-    name, and the files' places (M, 4). Of equal names the last one counts, as in tar. Raises
-    UsageError.
+    name (of equal ones the last, as in tar), and the files' places (M, 4). Raises UsageError.
     """
     kind, root = "tar", str(path.resolve())
     folders, rows, fields = list[str](), dict[str, int](), array("q")
@@ -213,14 +209,7 @@ def _list_archive(
             else:
                 rows[name] = len(fields) // 4
                 fields.extend(place)
-    except (
-        tarfile.TarError,
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        OSError,
-        ValueError,
-    ) as error:
+    except Exception as error:  # of many types, for corrupt archives
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of `unzipped`
             raise
         raise UsageError(
@@ -264,8 +253,7 @@ def hidden(path: str) -> bool:
 def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str) -> Source:
     """Derive classes and splits from names relative to the source, with parts joined by "/".
 
-    The images are in order of their names, folder by folder. Raises UsageError if there are no
-    class folders, if one is empty, or if they look like splits.
+    The images are in order of their names, folder by folder. Raises UsageError.
     """
     # "/" sorts before all other characters, so that the files of a folder stand together
     files = sorted(filterfalse(hidden, files), key=lambda name: name.replace("/", "\0"))
@@ -308,10 +296,9 @@ def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str)
 
 
 def read_manifest(path: str) -> Source:
-    """Read a table of images, separated by commas, semicolons or tabs.
+    """Read a table of images, separated by commas, semicolons or tabs. Raises UsageError.
 
-    Classes are in numerical order if all labels are whole numbers. Raises UsageError with the line
-    in its message.
+    Classes are in numerical order if all labels are whole numbers.
     """
     lines, split_of = dict[str, int](), dict[str, int]()  # of each image, of each group
     labels, groups, splits = list[str](), list[str](), array("b")

@@ -72,8 +72,7 @@ def decode_images(
 ) -> Decoded:
     """Decode images and write their pixels consecutively into the file `path`. Raises OSError.
 
-    Without `path`, convert them to JPEG files and decode these as training will, to check and
-    measure them.
+    Without `path`, convert them to JPEG files and decode these as training will, to check them.
     """
 
     def convert(data: bytes) -> tuple[bytes, bytes, bool]:
@@ -122,8 +121,8 @@ def start_workers(jobs: int) -> Iterator[Run]:
     """Yield a function that runs tasks in `jobs` processes, or for one job in this process.
 
     Its arguments are a text for the progress bar, a function, the tasks as tuples of its arguments,
-    of which the first is a list of images, and their number of images; it yields the results in the
-    order of the tasks. It raises RunError if a worker dies.
+    of which the first is a list of images, and their number of images; it yields the results in
+    order. It raises RunError if a worker dies.
     """
     from rich.progress import Progress
 

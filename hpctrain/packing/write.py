@@ -1,10 +1,9 @@
 """Write a pack (``data/pack.py``): allocate the file, fill it, finish it.
 
 HDF5 creates the file with room for all samples and closes it. Then bytes are written at their
-offsets, by many processes (``make.py``), and HDF5 adds the attributes: on a full disk, HDF5 may end
+offsets, by many processes (``make.py``), and HDF5 adds the attributes: on a full disk it may end
 the process, so it writes little. The datasets are contiguous and aligned to 4,096 bytes. Nothing in
-the file depends on time, path or the number of processes, so equal rows give equal bytes. Mean and
-standard deviation are computed from exact integer sums.
+the file depends on time, path or the number of processes: equal rows give equal bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ SLAB_BYTES = 8 << 20  # of arrays that are written at a time
 class PackWriter:
     """Writes a pack into a new file, with room for all N samples, one split after the other.
 
-    Write every sample at its offset in `places` (N,), then call `finish`. Raises RunError if there
-    is no room for it.
+    Write every sample at its offset in `places` (N,), then call `finish`. Raises RunError.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class PackWriter:
     ) -> None:
         """Write the checksums and attributes, after all samples.
 
-        crc32: (N,) uint32; sums (2, C): of train's pixels and of their squares.
+        crc32: (N,) uint32; sums: of train's pixels and of their squares, (2, C), exact integers.
         """
         pixels = self._rows["train"].stop * self._shape[0] * self._shape[1]  # it is the first
         mean, std = [], []
@@ -170,8 +168,8 @@ def write_pack(
 
     splits: by name, (images, labels). One split is named train; validation and test are those that
         training knows, others can be evaluated by name.
-    images: uint8, (N, H, W, C) or (N, H, W), of one shape in all splits: an array or an h5py data
-        set, which is read about 8 MiB at a time.
+    images: uint8, (N, H, W, C) or (N, H, W), of one shape in all splits: an array or a dataset of
+        h5py, which is read about 8 MiB at a time.
     labels: (N,) integers 0 ... K-1, the indices of `classes`.
     classes: K different names.
     provenance: what the images are, a dictionary that can be written as JSON.
