@@ -27,7 +27,6 @@ import numpy as np
 from hpctrain.data.pack import LAYOUTS, Pack, Stored, checksum
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.errors import RunError, UsageError
-from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
     from hpctrain.data.external import Rows
@@ -125,8 +124,8 @@ class Split:
     def __init__(
         self, pack: Pack, name: str, threads: int | None = None, verify: bool = True
     ) -> None:
-        """Open a split. JPEG files are decoded by `threads` threads, as `decode_threads` says;
-        without `verify`, checksums are not compared.
+        """Open a split. JPEG files are decoded by `threads` threads, by default one per usable
+        core, at most 8; without `verify`, checksums are not compared.
 
         Raises UsageError if a file is missing or not the one that was checked.
         """
@@ -385,18 +384,6 @@ class Split:
             why = CORRUPT_COPY if self.pack.staged else CORRUPT
             bad |= dict.fromkeys(new[~agrees].tolist(), why)
         self._seen[new[agrees]] = True
-
-
-def find_corrupt(pack: Pack) -> Iterator[str]:
-    """Read all samples of a pack; yield a line for each that is corrupt."""
-    for name in pack.splits:
-        with Split(pack, name) as split:
-            for indices in pieces(len(split), max(1, READ_BYTES // pack.image_bytes)):
-                doing(f"checking sample {indices[0]:,} of {name}")
-                bad, images = Bad(), np.empty((len(indices), *split.image_shape), split.dtype)
-                split.gather(indices, images, bad=bad)
-                split.read_labels(indices, bad)
-                yield from bad.values()
 
 
 def describe_first(found: Iterable[Bad]) -> str | None:

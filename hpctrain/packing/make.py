@@ -36,12 +36,13 @@ import PIL
 from rich.table import Column, Table
 
 import hpctrain
-from hpctrain.config import Fold, PackConfig, Size
+from hpctrain.config import PackConfig, Size
 from hpctrain.data.digits import generate
 from hpctrain.data.images import BadImage, Fit, probe
 from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
-from hpctrain.data.split import Split, find_corrupt
+from hpctrain.data.partition import READ_BYTES
+from hpctrain.data.split import Bad, Split, pieces
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
@@ -51,6 +52,7 @@ from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
 from hpctrain.report.console import make_console
 from hpctrain.text import bytes_text, counted, say
+from hpctrain.watchdog import doing
 
 TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
 ARCHIVE = r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$"
@@ -85,9 +87,16 @@ def main(config: PackConfig) -> int:
 def check_pack(path: str) -> int:
     """Read all samples of a pack; name those that are corrupt (returns 1), else print its table."""
     pack, count = read_pack(path), 0
-    for line in find_corrupt(pack):
-        note(line)
-        count += 1
+    for name in pack.splits:
+        with Split(pack, name) as split:
+            for rows in pieces(len(split), max(1, READ_BYTES // pack.image_bytes)):
+                doing(f"checking sample {rows[0]:,} of {name}")
+                bad, shape = Bad(), (len(rows), *split.image_shape)
+                split.gather(rows, np.empty(shape, split.dtype), bad=bad)
+                split.read_labels(rows, bad)
+                count += len(bad)
+                for text in bad.values():
+                    note(text)
     if count:
         note(f"{count:,} corrupt in {path}: do not use it, copy or make it again")
         return 1
@@ -234,10 +243,10 @@ def _read(
 
 
 def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
-    """Return the images (n,) of every split in their final order.
+    """Return the images (n,) of every split in their final order. Raises UsageError.
 
     If the source gives test but no validation, validation is drawn from the given train, in the
-    ratio of these two shares. Raises what `check_splits` raises.
+    ratio of these two shares. A fold is held out as test, or as validation of a given test.
     """
     labels, together = source.labels, source.duplicate_of
     if is_grouped := bool((source.groups >= 0).any()):
@@ -245,9 +254,14 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     shares: tuple[Fraction, ...] = config.split
     splits, way = source.splits.astype(np.int32), ""
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
-    if config.fold:
-        wanted = [_hold_out(source, splits, together, config.fold, config.seed)]
-        way = f" by --fold {config.fold}"
+    if config.fold:  # K of N, which are stratified and divide no group
+        if (splits == VALIDATION).any():
+            raise UsageError("--fold is for sources without a validation split: this one gives it")
+        (number, count), held_out = config.fold, VALIDATION if (splits == TEST).any() else TEST
+        rows = shuffled(np.flatnonzero(splits != TEST), config.seed, "pack split")
+        folds = _draw(labels[rows], together[rows], (Fraction(1, count),) * count, True)
+        splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
+        wanted, way = [SPLITS[held_out]], f" by --fold {config.fold}"
     elif (splits > TRAIN).any():
         wanted = []
     else:  # a source with only train does not give splits
@@ -266,24 +280,6 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     check_splits(found, labels, source.classes, wanted, source.name, way)
     used = ((name, of) for name, of in found.items() if len(of))
     return {name: shuffled(of, config.seed, "pack order", name) for name, of in used}
-
-
-def _hold_out(
-    source: Source, splits: np.ndarray, together: np.ndarray, fold: Fold, seed: int
-) -> str:
-    """Hold out fold K of N in `splits` (N,): as test, or as validation if the source gives test.
-
-    Every image, except those of a given test, is in one of the N folds, which are stratified and
-    divide no group. Returns the name of the split. Raises UsageError.
-    """
-    if (splits == VALIDATION).any():
-        raise UsageError("--fold is for sources that do not give a validation split, as this does")
-    number, count = fold
-    held_out = VALIDATION if (splits == TEST).any() else TEST
-    rows = shuffled(np.flatnonzero(splits != TEST), seed, "pack split")
-    folds = _draw(source.labels[rows], together[rows], (Fraction(1, count),) * count, True)
-    splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
-    return SPLITS[held_out]
 
 
 def _draw(
