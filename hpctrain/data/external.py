@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import h5py
 import numpy as np
@@ -69,8 +69,8 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
 
 def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     """Return the dataset of this path, which may be a link to another file. Raises Unusable."""
-    found, parts = file.get(name), name.strip("/").split("/")
-    for way in ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]:
+    found = file.get(name)
+    for way in accumulate(name.strip("/").split("/"), "{}/{}".format):
         if way in file and file.get(way) is None:
             raise Unusable(f"{way} leads nowhere: {file.get(way, getlink=True)!r}")
     if found is None:
@@ -189,7 +189,6 @@ class Rows:
             self._check_unchanged()
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._file.close()
 

@@ -65,7 +65,6 @@ class Stored(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
 
 
@@ -125,7 +124,6 @@ class Pack:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of one image that is read."""
         return math.prod(self.image_shape) * self.dtype.itemsize
 
 

@@ -108,7 +108,6 @@ class File:
                 os.posix_fadvise(self._descriptor, start, part, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -156,9 +156,8 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
         return
     with TemporaryFile(dir=scratch) as unzipped:
         kind, root, folders, rows, places = _list_archive(path, unzipped)
-        source = (
-            read_manifest(manifest) if manifest else read_class_folders(rows, folders, str(path))
-        )
+        where = str(path)
+        source = read_manifest(manifest) if manifest else read_class_folders(rows, folders, where)
         source.name, source.kind, source.root = path.name, kind, root
         if missing := [name for name in source.names if name not in rows]:
             raise UsageError(f"{manifest} names {missing[0]}, which the archive does not hold")

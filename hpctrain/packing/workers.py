@@ -171,7 +171,6 @@ def start_workers(jobs: int) -> Iterator[Run]:
 
 
 def _begin(parent: int) -> None:
-    """Initialise a worker process."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even within a decoder
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)

@@ -1,8 +1,8 @@
-"""HDF5 files of other programs: every image is found, with its label, in one split."""
+"""HDF5 files of other programs: every image is found, with its label, in one split, or the file is
+refused.
+"""
 
 from __future__ import annotations
-
-import os
 
 import h5py
 import numpy as np
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpctrain as hp
-from tests.numerics.test_orders import chi_square_tail, epoch_of
-from tests.support.api import make_order
-from tests.support.external import CLASSES, ROWS, SHAPE, pixels, read, write
+from tests.numerics.test_orders import mix
+from tests.support.api import images_note, make_order
+from tests.support.external import CLASSES, ROWS, contents, pixels, read, write
 
 IMAGES, LABELS = pixels()
 NCHW = IMAGES.transpose(0, 3, 1, 2)
@@ -31,13 +31,6 @@ STORED = {  # images as stored, how they are stored, layout
     "one chunk": (IMAGES, {"chunks": IMAGES.shape}, "NHWC"),
     "endless": (IMAGES, {"chunks": (300, 7, 5, 3), "maxshape": (None, 7, 5, 3)}, "NHWC"),
 }
-
-
-def contents(pack, name="train"):
-    """All images and labels of a split."""
-    with hp.Split(pack, name) as split:
-        out = np.empty((len(split), *split.image_shape), split.dtype)
-        return split.gather(np.arange(len(split)), out), split.labels
 
 
 def everything(pack):
@@ -214,24 +207,11 @@ def test_a_file_of_links_joins_images_and_labels_in_files_of_their_own(tmp_path)
     pack = read(tmp_path / "p.h5", "{split}/x", "{split}/y")
     for name, rows in zip(SPLITS, parts.values(), strict=True):
         assert as_set(*contents(pack, name)) == as_set(IMAGES[rows], LABELS[rows])
-    for missing in ("p_valid_x.h5", "p_train_y.h5"):
-        os.rename(tmp_path / missing, tmp_path / "gone")
-        with pytest.raises(hp.UsageError, match=missing):
-            read(tmp_path / "p.h5", "{split}/x", "{split}/y")
-        os.rename(tmp_path / "gone", tmp_path / missing)
     with h5py.File(tmp_path / "p.h5", "r+") as file:
         del file["test"]
         file["test"] = h5py.ExternalLink("none.h5", "/")
     with pytest.raises(hp.UsageError, match=r"none\.h5"):
         read(tmp_path / "p.h5", "{split}/x", "{split}/y")
-
-
-def test_links_within_the_file_are_followed(tmp_path):
-    path = write(tmp_path / "a.h5", IMAGES, LABELS, ("g/x", "g/y"))
-    with h5py.File(path, "a") as file:
-        file["s"] = h5py.SoftLink("/g")
-    found = contents(read(path, "s/x", "s/y", split="1"))
-    assert as_set(*found) == as_set(IMAGES, LABELS)
 
 
 # Splits that are drawn: samples one by one, or blocks; tests/data/test_splits.py has the shares
@@ -250,13 +230,6 @@ def test_blocks_are_whole_chunks_in_random_splits(tmp_path):
     assert set(found["test"]) != set(other["test"])
 
 
-def test_single_samples_are_in_random_order(tmp_path):
-    found = rows_of(write(tmp_path / "a.h5", IMAGES, LABELS), block_rows=0)
-    assert np.count_nonzero(np.diff(found["train"]) == 1) < 9
-    other = rows_of(write(tmp_path / "a.h5", IMAGES, LABELS), block_rows=0, seed=1)
-    assert not np.array_equal(found["train"], other["train"])
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 def test_blocks_leave_each_split_its_share_of_every_class(tmp_path, ordered):
     images, labels = pixels(20_011, (2, 1, 1), 97, ordered=ordered)
@@ -265,17 +238,6 @@ def test_blocks_leave_each_split_its_share_of_every_class(tmp_path, ordered):
     shares = np.bincount(found, minlength=97) / np.bincount(labels)
     assert 0.9 * 2001 < len(found) < 1.1 * 2001
     assert 0.01 < shares.min() < shares.max() < 0.25
-
-
-def probability(order, labels, batch):
-    """How probable classes in mini-batches are that are at least as uneven, if drawn at random."""
-    seen = labels[np.concatenate(epoch_of(order, 0))]
-    full, classes = len(seen) // batch, labels.max() + 1
-    batches = seen[: full * batch].reshape(full, batch)
-    counts = np.array([np.bincount(of, minlength=classes) for of in batches])
-    even = batch * np.bincount(labels) / len(labels)
-    value = ((counts - even) ** 2 / even).sum() / (1 - batch / len(labels))
-    return chi_square_tail(value, (classes - 1) * full)
 
 
 @pytest.mark.parametrize("name", ["partition", "global", "blocks"])
@@ -289,9 +251,9 @@ def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
         partition, blocks = hp.cut_epoch(len(split), 128, 2), pack.block_rows
         settings = {"block_rows": blocks or 1, "window_blocks": 5000}
         order = make_order(name, partition, 0, **settings)
-        assert 1e-3 < probability(order, split.labels, 64) < 0.999
+        assert 1e-3 < mix(order, split.labels, 64) < 0.999
         plain = make_order("partition", partition, 0)
-        assert probability(plain, np.sort(split.labels), 64) < 1e-9
+        assert mix(plain, np.sort(split.labels), 64) < 1e-9
 
 
 # Identity
@@ -321,16 +283,103 @@ def test_the_identity_is_of_what_the_file_holds(tmp_path):
     assert len({first, *others}) == 9
 
 
-def test_a_chunk_that_is_changed_in_use_ends_the_run(tmp_path):
-    path = write(tmp_path / "a.h5", IMAGES, LABELS, **CHUNKS, compression="gzip")
+# What cannot be used: one line, which names the file; more of it in tests/contract/test_refused.py
+
+
+def created(kind, **settings):
+    """A data set of a type or a storage that h5py does not make itself; nothing is written."""
+
+    def make(file, name):
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        for setting, value in settings.items():
+            getattr(properties, setting)(*value)
+        space = h5py.h5s.create_simple(IMAGES.shape)
+        h5py.h5d.create(file.id, name.encode(), kind, space, properties)
+
+    return make
+
+
+def bfloat16():
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    return kind
+
+
+def half_written(file, name):
+    file.create_dataset(name, (ROWS,), "u1", chunks=(20,))[:60] = 1
+
+
+def changed(values, row, value):
+    values = values.copy()
+    values[row] = value
+    return values
+
+
+U8, EARLY = h5py.h5t.STD_U8LE, (h5py.h5d.ALLOC_TIME_EARLY,)
+UNKNOWN = {"set_chunk": (CHUNKS["chunks"],), "set_filter": (32767, 1)}
+FLOATS = IMAGES.astype("f4")
+BAD = {  # a data set, its values or what makes it, and what is named beside the file
+    "half the labels": ("y", half_written, "/y"),
+    "unknown filter": ("x", created(U8, **UNKNOWN), "32767"),
+    "bfloat16": ("x", created(bfloat16(), set_alloc_time=EARLY), "/x"),
+    "int8": ("x", (IMAGES // 2).astype("i1"), "int8"),
+    "text": ("x", np.array([b"abc"] * ROWS), "/x"),
+    "five dimensions": ("x", IMAGES[None], "(1, 211, 7, 5, 3)"),
+    "a number": ("x", np.uint8(3), "/x"),
+    "no images": ("x", IMAGES[:0], "(0, 7, 5, 3)"),
+    "a null": ("x", h5py.Empty("u1"), "/x"),
+    "half hot": ("y", changed(np.eye(CLASSES)[LABELS], 5, 0.5), "row 5"),
+    "NaN label": ("y", changed(LABELS.astype("f4"), 5, np.nan), "row 5"),
+    "large label": ("y", changed(LABELS.astype("f8"), 5, 2.0**60), "row 5"),
+    "labels of truth": ("y", LABELS > 0, "/y"),
+    "labels beyond int64": ("y", LABELS.astype("u8") + np.uint64(2**63), "/y"),
+    "NaN image": ("x", changed(FLOATS, -1, np.nan), "/x[210]"),
+    "floats of 16 bits": ("x", FLOATS * 200, "--max-value 65535"),
+    "floats around 0": ("x", FLOATS - 99, "--max-value 1"),
+    "class not trained on": ("y", np.repeat([0, 1], [210, 1]), "class 1"),
+}
+
+
+def refusal(path, **how):
+    with pytest.raises(hp.UsageError) as caught:
+        read(path, **how)
+    assert "\n" not in str(caught.value) and str(path.parent) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path, case):
+    name, value, named = BAD[case]
+    path = write(tmp_path / "a.h5", IMAGES, LABELS)
+    how = {"block_rows": 1, "split": "0.05,0.95"}
+    assert read(path, **how).uuid
+    with h5py.File(path, "a") as file:
+        del file[name]
+        if callable(value):
+            value(file, name)
+        else:
+            file[name] = value
+    assert named in refusal(path, **how)
+
+
+def test_damaged_files_are_refused_in_one_line(tmp_path):
+    path = write(tmp_path / "a.h5", IMAGES, LABELS)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "a.h5" in refusal(path)
+    write(path, IMAGES, LABELS, **CHUNKS, fletcher32=True)
     with h5py.File(path) as file:
-        place = file["x"].id.get_chunk_info(3).byte_offset
-    with hp.Split(read(path, "x", "y"), "train") as split:
-        out = np.empty((len(split), *SHAPE), np.uint8)
-        split.gather(np.arange(len(split)), out)
-        with path.open("r+b") as file:
-            file.seek(place)
-            file.write(bytes(4))
-        os.utime(path, ns=(0, 0))
-        with pytest.raises(hp.RunError, match=r"a\.h5"):
-            split.gather(np.arange(len(split)), out)
+        place = file["x"].id.get_chunk_info(0).byte_offset
+    with path.open("r+b") as file:
+        file.seek(place + 3)
+        file.write(b"\xff\x01")
+    assert "row 0 of /x" in refusal(path)
+
+
+def test_more_channels_than_usual_need_a_layout(tmp_path):
+    """(N, C, H, W) of gray or RGB images looks like many channels; nothing is guessed."""
+    path = write(tmp_path / "a.h5", NCHW, LABELS)
+    assert "(211, 3, 7, 5)" in refusal(path) and "--layout" in refusal(path)
+    assert read(path, layout="NHWC").image_shape == (3, 7, 5)
+    note = images_note(read(path, layout="NCHW"))
+    assert "211 images of 7 rows, 5 columns and 3 channels (NCHW)" in note

@@ -68,24 +68,16 @@ def test_batches_are_the_samples_of_the_partition(read_buffer):
 def test_every_batch_has_a_key_of_its_own():
     """By seed, epoch, step and shard: two batches with one key would be augmented alike."""
     loaders = [hp.Loader(Source(), hp.Order(PARTITION, seed), range(3)) for seed in (0, 1)]
-    keys = [
-        batch.key
-        for loader in loaders
-        for epoch in (0, 1)
-        for step in loader.epoch(epoch)
-        for batch in step
-    ]
+    steps = [step for loader in loaders for epoch in (0, 1) for step in loader.epoch(epoch)]
+    keys = [batch.key for step in steps for batch in step]
     assert len(set(keys)) == len(keys) == 2 * 2 * 7 * 3
 
 
 def test_a_shard_without_samples_has_no_batch():
     partition = hp.cut_epoch(7, 6, 3)  # the last step has one sample, of one shard
     steps = list(hp.Loader(Source(7), hp.Order(partition), range(3)).epoch(0))
-    assert [[b.shard for b in step] for step in steps] == [
-        [0, 1, 2],
-        [j for j in range(3) if partition.last[j]],
-    ]
-    assert len(steps[1]) == 1
+    assert [len(step) for step in steps] == [3, 1]
+    assert partition.last[steps[1][0].shard] == 1
 
 
 @given(
@@ -220,13 +212,10 @@ def test_an_error_of_the_reading_thread_is_raised_where_batches_are_taken(name):
     assert not loader_threads()
 
 
-def test_an_error_of_the_first_whole_read_is_raised_too():
+def test_an_error_of_the_first_read_or_of_one_ahead_is_raised_in_its_own_epoch():
     with pytest.raises(hp.RunError, match="cut short"):
         next(make_loader(Source(fails_at=0), read_buffer=RESIDENT).epoch(0))
     assert not loader_threads()
-
-
-def test_an_error_that_was_met_ahead_is_raised_in_its_own_epoch():
     loader = make_loader(Source(fails_at=15), epochs=2)
     assert len(list(loader.epoch(0))) == PARTITION.steps
     with pytest.raises(hp.RunError, match="cut short"):
@@ -243,10 +232,6 @@ def test_leaving_an_epoch_early_ends_the_thread(read_buffer):
     steps.close()
     assert not loader_threads()
     assert bits(loader.epoch(0)) == whole_epoch()
-    with pytest.raises(ZeroDivisionError):
-        for _ in make_loader().epoch(0):
-            _ = 1 / 0
-    assert not loader_threads()
 
 
 def test_closing_ends_the_thread_though_an_error_keeps_the_epoch():

@@ -7,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +15,7 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support import ranks
-from tests.support.api import draw_crops, make_order
+from tests.support.api import make_order
 from tests.support.external import pixels, read, write
 from tests.support.launch import run
 from tests.support.pictures import class_folders, make_pack
@@ -133,25 +132,6 @@ def test_a_system_that_reads_a_few_bytes_at_a_time_is_asked_again(tmp_path, monk
         assert np.array_equal(gather(split, [5, 4, 77]), IMAGES[[5, 4, 77]])
 
 
-def test_more_samples_than_one_system_call_takes(tmp_path):
-    """1,024 buffers."""
-    images = np.random.default_rng(0).integers(0, 256, (3001, 2, 1, 1), np.uint8)
-    hp.write_pack(tmp_path / "a.h5", {"train": (images, np.zeros(3001, int))}, ["a"])
-    with hp.Split(hp.read_pack(tmp_path / "a.h5"), "train") as split:
-        assert np.array_equal(gather(split, np.arange(3001)[::-1]), images[::-1])
-
-
-def test_any_number_of_threads_decodes_the_same_bits(tmp_path):
-    pack, rows = pack_of_jpegs(tmp_path), np.random.default_rng(0).integers(0, ROWS, 101)
-    found = []
-    for threads in (1, 2, 5):
-        with hp.Split(pack, "train", threads) as split:
-            crops = draw_crops(0.08, 101, 7)
-            found.append(np.stack([gather(split, rows), gather(split, rows, crops)]))
-    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-    assert not np.array_equal(found[0][0], found[0][1])
-
-
 def test_odd_metadata_of_a_jpeg_file_warns_while_packing_only(tmp_path):
     """Pillow's warnings would come from threads in mid-epoch; here they are errors."""
     for number in range(3):
@@ -226,37 +206,20 @@ def test_a_file_that_is_cut_short_in_use_is_an_error_and_no_crash(tmp_path, kind
     assert pack.path in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["jpeg", "external, chunks"])
-def test_damage_that_a_decoder_meets_is_named(tmp_path, kind):
-    pack = KINDS[kind](tmp_path)
-    with h5py.File(pack.path) as file:
-        if kind == "jpeg":
-            place = file["train/bytes"].id.get_offset() + int(file["train/offsets"][31])
-        else:
-            place = file["x"].id.get_chunk_info(5).byte_offset  # images 30 to 35
-    with open(pack.path, "r+b") as file:
-        file.seek(place)
-        file.write(bytes(9))
-    with (
-        pytest.raises(hp.RunError, match=r"\b3[0-5]\b") as caught,  # or when it is opened
-        hp.Split(pack, "train", threads=4) as split,
-    ):
-        gather(split, np.arange(ROWS))
-    assert pack.path in str(caught.value) and "\n" not in str(caught.value)
-    assert caught.value.exit_code == 1
+def test_chunks_that_may_have_changed_in_use_are_an_error(tmp_path):
+    pack = KINDS["external, chunks"](tmp_path)
+    with hp.Split(pack, "train") as split:
+        os.utime(pack.path, ns=(0, 0))
+        with pytest.raises(hp.RunError, match=r"a\.h5 was changed"):
+            gather(split, np.arange(ROWS))
 
 
 # Checksums
 
 
-def place_of(pack, name, row, row_bytes):
-    """The offset in the file of the first byte of a row."""
-    with h5py.File(pack.path) as file:
-        return file[name].id.get_offset() + row * row_bytes
-
-
-def flip(pack, name, row, row_bytes):
-    place = place_of(pack, name, row, row_bytes)
+def flip(pack, row):
+    """Flip a bit of an image."""
+    place = pack.splits["train"].images.offset + row * IMAGES[0].nbytes
     with open(pack.path, "r+b") as file:
         file.seek(place)
         old = file.read(1)[0]
@@ -264,42 +227,19 @@ def flip(pack, name, row, row_bytes):
         file.write(bytes([old ^ 1]))
 
 
-DAMAGED = {
-    "image": ("pixels", "train/images", 105),
-    "label": ("pixels", "train/labels", 4),
-    "checksum of a file": ("jpeg", "train/crc32", 4),
-    "label of a file": ("jpeg", "train/labels", 4),
-    "offset": ("jpeg", "train/offsets", 8),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_sample_is_named(tmp_path, case):
-    kind, name, row_bytes = DAMAGED[case]
-    pack = KINDS[kind](tmp_path)
-    if name.endswith("crc32"):
-        with hp.Split(pack, "train") as split:  # it was opened before the damage
-            flip(pack, name, 31, row_bytes)
-            with pytest.raises(hp.RunError, match=r"sample 31 of split 'train'.* is corrupt"):
-                gather(split, [31])
-        return
-    flip(pack, name, 31, row_bytes)
-    with hp.Split(hp.read_pack(pack.path), "train") as split:
-        gather(split, np.arange(30))
-        with pytest.raises(hp.RunError, match=r"sample 3[01] of split .* is corrupt") as said:
-            gather(split, np.arange(ROWS))
-        assert pack.path in str(said.value) and "\n" not in str(said.value)
-        bad = {}
-        split.gather(np.arange(ROWS), np.empty((ROWS, *SHAPE), np.uint8), bad=bad)
-        assert 31 in bad and bad.keys() <= {30, 31}  # still, when it is read again
-
-
-def test_without_verification_damage_is_not_looked_for(tmp_path):
+def test_a_damaged_sample_is_named_whenever_it_is_read(tmp_path):
+    """More damage is in tests/contract/test_pack.py."""
     pack = pack_of_pixels(tmp_path)
-    flip(pack, "train/images", 31, 105)
-    with hp.Split(pack, "train", verify=False) as split:
-        found = gather(split, np.arange(ROWS))
-    assert np.argwhere(found != IMAGES).tolist() == [[31, 0, 0, 0]]
+    flip(pack, 31)
+    with hp.Split(pack, "train") as split:
+        gather(split, np.arange(30))
+        for _ in range(2):
+            with pytest.raises(hp.RunError, match=r"sample 31 of split 'train' is corrupt") as said:
+                gather(split, np.arange(ROWS))
+            assert pack.path in str(said.value) and "\n" not in str(said.value)
+            bad = {}
+            split.gather(np.arange(ROWS), np.empty((ROWS, *SHAPE), np.uint8), bad=bad)
+            assert bad.keys() == {31}
 
 
 @pytest.mark.parametrize("order", ["partition", "global"])
@@ -310,7 +250,7 @@ def test_each_sample_is_compared_when_it_is_first_read_and_not_again(tmp_path, o
     with hp.Split(pack, "train") as split:
         loader = hp.Loader(split, order, [0], options=hp.ReadOptions(0))
         assert len(list(loader.epoch(0))) == 7
-        flip(pack, "train/images", 31, 105)
+        flip(pack, 31)
         assert len(list(loader.epoch(1))) == 7
         assert (gather(split, [31]) != IMAGES[31]).sum() == 1
         loader.close()

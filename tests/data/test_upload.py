@@ -38,16 +38,9 @@ NOISY = {
 
 
 def make_loader(device, prepare, pair, dtype=np.uint8, shards=(0, 1, 2)):
-    prepare = hp.make_prepare(device, **prepare)
-    source = Source(101, SHAPE, dtype)
-    return hp.Loader(
-        source,
-        hp.Order(PARTITION, SEED),
-        shards,
-        prepare,
-        pair,
-        options=hp.ReadOptions(device=device),
-    )
+    prepare, options = hp.make_prepare(device, **prepare), hp.ReadOptions(device=device)
+    source, order = Source(101, SHAPE, dtype), hp.Order(PARTITION, SEED)
+    return hp.Loader(source, order, shards, prepare, pair, options=options)
 
 
 def batches(device, *settings, use=lambda batch: batch, **more):
@@ -126,13 +119,3 @@ def test_no_host_waits_for_the_gpu_unasked(case):
         assert sum(len(step) for step in loader.epoch(0)) > 14
         with pytest.raises(RuntimeError, match="synchroniz"):
             torch.zeros(1, device="cuda").item()
-
-
-@pytest.mark.parametrize("case", CASES | NOISY)
-def test_a_batch_depends_on_its_key_alone(case):
-    """On the CPU, whatever torch's own generators did before."""
-    settings, pair = (CASES | NOISY)[case]
-    first = batches("cpu", settings, pair)
-    torch.manual_seed(99)
-    for one, other in zip(first, batches("cpu", settings, pair), strict=True):
-        assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)

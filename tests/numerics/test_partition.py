@@ -55,12 +55,6 @@ def test_a_partition_is_that_of_the_definition_or_refused(data):
     check_reading(partition, rows)
 
 
-@pytest.mark.parametrize("rows", [101, 128, 129, 3301, 256, 1009])
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 48])
-def test_every_sample_is_read_exactly_once_an_epoch(rows, shards):
-    check_reading(hp.cut_epoch(rows, 128, shards), rows)
-
-
 def check_reading(partition, rows):
     """Step by step, with a full batch in all steps but the last, by shards that end together."""
     shards = range(len(partition.shares))
@@ -77,12 +71,6 @@ def check_reading(partition, rows):
     assert places == list(partition.sizes)
     assert [*partition.starts] == [sum(partition.sizes[:shard]) for shard in (*shards, len(shards))]
     assert all(r <= b for r, b in zip(partition.last, partition.shares, strict=True))
-
-
-@pytest.mark.parametrize(("rows", "shards"), [(128 + 5, 4), (128 + 7, 8), (128 * 3 + 2, 3)])
-def test_no_shard_gets_a_single_sample_where_a_layer_needs_two(rows, shards):
-    assert 1 in hp.cut_epoch(rows, 128, shards).last, "the case would not need planning"
-    assert 1 not in hp.cut_epoch(rows, 128, shards, min_samples=2).last
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import h5py
 import numpy as np
 
+import hpctrain as hp
 from tests.support.api import External, read_external
 from tests.support.packs import draw_images
 
@@ -29,3 +30,11 @@ def write(path, images, labels, at=("x", "y"), **storage):
 def read(path, images="x", labels="y", layout=None, split=None, **how):
     """The file as rank 0 opens it."""
     return read_external(path, External(images, labels, layout, split, **how))
+
+
+def contents(pack, name="train", order=None):
+    """Images and labels of a split: all, or these."""
+    with hp.Split(pack, name) as split:
+        order = np.arange(len(split)) if order is None else order
+        out = np.empty((len(order), *split.image_shape), split.dtype)
+        return split.gather(order, out), split.labels[order]
