@@ -18,84 +18,53 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from hpctrain.typed import parse_json, typed
+from hpctrain.typed import parse_json
 
 Record = Mapping[str, Any]
 
 
 class Field(NamedTuple):
-    """The values that a field of a record may hold, and the commands that use them.
-
-    null is allowed, unless the field is required.
-    """
+    """The values of a field, each of which may be null, and the commands that use them."""
 
     type: type  # int, float, str or bool
     is_object: bool = False  # an object of such values by name: seconds by phase, rows by split
-    required: bool = False
     deterministic: bool = False  # equal runs record equal values: ``compare`` compares them
     scalar: bool = False  # shown by TensorBoard
 
-    def check(self, value: Any, name: str) -> None:
-        """Raise ValueError if the field cannot hold `value`."""
-        for each in typed(value, dict[str, Any], name).values() if self.is_object else (value,):
-            if each is not None and type(each) is not self.type:
-                typed(each, self.type, name)
-
 
 COUNT, NUMBER, TEXT = Field(int), Field(float), Field(str)
-PHASES = Field(float, is_object=True)  # seconds by phase
+EXACT_COUNT, EXACT_TEXT = Field(int, deterministic=True), Field(str, deterministic=True)
 METRIC = Field(float, deterministic=True, scalar=True)
-EXACT_COUNT = Field(int, deterministic=True)
 
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
-    "run": {  # a launch; other facts that describe it are recorded, too
-        **dict.fromkeys(("format", "epochs", "steps_per_epoch", "batch_size", "ranks"), COUNT),
-        **dict.fromkeys(("shards", "threads", "parameters", "host_ranks", "host_cores"), COUNT),
-        **dict.fromkeys(("name", "folder", "model", "device", "precision", "mpi"), TEXT),
-        **dict.fromkeys(("pack", "plan", "rank_shares"), TEXT),
-        "learning_rate": NUMBER,
-        "rows": Field(int, is_object=True),  # images by split
-    },
-    "step": {
-        "epoch": COUNT,
-        "step": Field(int, required=True),
-        "loss": METRIC,  # mean over the mini-batch of all ranks
-        "accuracy": METRIC,
-        "learning_rate": Field(float, deterministic=True, scalar=True),
+    "run": {},  # a launch: all facts of training/folder.py: run_facts
+    "step": {  # means over the mini-batch of all ranks
+        **dict.fromkeys(("epoch", "step", "slowest_rank"), COUNT),
+        **dict.fromkeys(("loss", "accuracy", "learning_rate"), METRIC),
         "images_per_second": Field(float, scalar=True),
-        "slowest_rank": COUNT,
         "rows": EXACT_COUNT,  # images of the mini-batch
-        "seconds": PHASES,  # data, compute, reduce, total; idle: the mean time
-        # that a rank waits for the slowest
+        "seconds": Field(float, is_object=True),  # data, compute, reduce, total; idle: the mean
+        # time that a rank waits for the slowest
     },
     "epoch": {  # means over all its images
-        "epoch": Field(int, required=True),
-        "loss": NUMBER,
-        "accuracy": NUMBER,
-        "images_per_second": NUMBER,
-        "seconds": NUMBER,
+        "epoch": COUNT,
+        **dict.fromkeys(("loss", "accuracy", "images_per_second", "seconds"), NUMBER),
     },
     "evaluation": {  # with the weights after `step`
-        "epoch": COUNT,
-        "step": Field(int, required=True),
-        "split": Field(str, required=True, deterministic=True),
-        "loss": METRIC,
-        "unweighted_loss": Field(float, deterministic=True, scalar=True),  # with --class-weights
+        **dict.fromkeys(("epoch", "step"), COUNT),
+        "split": EXACT_TEXT,
+        **dict.fromkeys(("loss", "accuracy"), METRIC),
+        "unweighted_loss": METRIC,  # with --class-weights
         "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
-        "accuracy": METRIC,
-        "balanced_accuracy": Field(float, deterministic=True, scalar=True),  # mean recall, where
-        # classes are weighted or sampled alike
+        "balanced_accuracy": METRIC,  # mean recall, where classes are weighted or sampled alike
         "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
         "rows": EXACT_COUNT,
         "seconds": NUMBER,
     },
-    "note": {"text": Field(str, required=True)},
-    "digest": {
-        "step": Field(int, required=True),
-        "digest": Field(str, required=True, deterministic=True),
-    },
+    "note": {"text": TEXT},
+    "digest": {"step": COUNT, "digest": EXACT_TEXT},
     "end": {  # of a launch; metrics of the test may follow
-        "status": Field(str, required=True),  # done, stopped, preempted, failed
+        "status": TEXT,  # done, stopped, preempted, failed
         "reason": TEXT,
         "repeats": Field(bool),  # whether another launch would fail in the same way
         "seconds": NUMBER,  # since the line of kind "run"
@@ -119,19 +88,10 @@ def fields_marked(kind: str, mark: str) -> list[str]:
 
 
 def parse_record(line: bytes | str) -> dict[str, Any]:
-    """Parse the record in one line.
-
-    Raises ValueError if the line is not a JSON object with a kind, if a required field is missing,
-    or if a field cannot hold its value.
-    """
+    """Parse the record in one line. Raises ValueError if it is no JSON object with a kind."""
     record = parse_json(line)
-    if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
+    if not isinstance(record, dict) or "kind" not in record:
         raise ValueError("no JSON object with a kind")
-    for name, field in {"time": TEXT, **FIELDS.get(kind, {})}.items():
-        if (value := record.get(name)) is not None:
-            field.check(value, name)
-        elif field.required:
-            raise ValueError(f"a record of kind {kind} without {name}")
     return record
 
 

@@ -157,7 +157,7 @@ def tell(recorder: Recorder, kind: str, **fields: Any) -> None:
     if kind == "end":
         recorder.end(**fields)
         return
-    loss = {"loss": 1 / max(fields["step"], 1)} if kind == "step" else {}
+    loss = {"loss": 1 / (fields["step"] or 1)} if kind == "step" else {}
     recorder.write(kind, **{**MADE_UP.get(kind, {}), **loss, **fields})
 
 
