@@ -7,12 +7,11 @@ or compare runs read the record through it. How a launch ended is decided here a
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +22,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.fields import FIELDS, Record
 from hpctrain.report.record import FILE_NAME, parse_line
 from hpctrain.report.step_stats import Costs
-from hpctrain.text import counted, listed
+from hpctrain.text import counted
 from hpctrain.watchdog import HEARTBEATS, find_cause
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ STEP = b'{"kind": "step"'  # how the line of a step begins
 RECENT = 50  # steps over which speeds and shares are computed
 MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 MOST_NOTES = 5  # kept in a history
-NO_NUMBERS = ("kind", "nonfinite", "split")  # fields without a column
-STATUSES = ("done", "stopped", "preempted", "failed")
 COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if each.type is int}
 
 Table = dict[str, "np.ndarray"]  # columns by name
@@ -73,7 +70,6 @@ UNKNOWN = Metrics()
 class Launch:
     """One launch of a run; a run that was resumed has several."""
 
-    facts: Record = field(default_factory=dict)  # its line of kind "run"
     began: float | None = None  # in seconds since 1970
     latest: float | None = None  # time of its last record
     first_step: Record = field(default_factory=dict)
@@ -82,10 +78,8 @@ class Launch:
     @property
     def outcome(self) -> Outcome:
         """How the launch ended, according to its end record; see `History.outcome`."""
-        if not self.end:
-            return Outcome()
-        status = self.end["status"] if self.end["status"] in STATUSES else "failed"
-        return Outcome(status, self.end.get("reason"), time_of(self.end) or 0.0)
+        end = self.end
+        return Outcome(end["status"], end.get("reason"), time_of(end)) if end else Outcome()
 
 
 class Columns:
@@ -94,42 +88,39 @@ class Columns:
     A field of several parts has a column for each, such as ``seconds_compute``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: Iterable[Record] = ()) -> None:
         self.rows = 0
-        self._columns: dict[str, array[float]] = {}
+        self.by_name: dict[str, array[float]] = {}
+        for record in records:
+            self.add(record)
 
     def add(self, record: Record) -> None:
         """Append one row."""
+        numbers = {"time": time_of(record)}
         for name, value in record.items():
             if isinstance(value, dict):
-                for part, each in value.items():
-                    self._append(f"{name}_{part}", each)
-            elif name not in NO_NUMBERS:
-                self._append(name, time_of(record) if name == "time" else value)
+                numbers |= {f"{name}_{part}": each for part, each in value.items()}
+            elif not isinstance(value, str | list):
+                numbers[name] = value
+        for name in numbers:
+            if name not in self.by_name:
+                self.by_name[name] = array("d", [math.nan]) * self.rows
+        for name, column in self.by_name.items():
+            value = numbers.get(name)
+            column.append(math.nan if value is None else value)
         self.rows += 1
-
-    def _append(self, name: str, value: Any) -> None:
-        column = self._columns[name] = self[name]
-        column.append(value if isinstance(value, float | int) else math.nan)
-
-    def __getitem__(self, name: str) -> array[float]:
-        """Return a column of all rows; one that was never recorded is NaN."""
-        column = self._columns.get(name, array("d"))
-        if missing := self.rows - len(column):
-            column.extend([math.nan] * missing)
-        return column
 
     def thin(self) -> None:
         """Remove every second row."""
-        for name in self._columns:
-            del self[name][::2]
+        for column in self.by_name.values():
+            del column[::2]
         self.rows //= 2
 
     def table(self) -> Table:
         """Return the columns as arrays: times as datetime64[ms], counts as int64 if all known."""
         import numpy as np
 
-        table = {name: np.array(self[name]) for name in self._columns}
+        table = {name: np.array(column) for name, column in self.by_name.items()}
         for name, values in table.items():
             if name == "time":
                 table[name] = np.round(1000 * values).astype("datetime64[ms]")
@@ -145,15 +136,14 @@ class History:
     end); or "none". Corrupt lines are counted and skipped; but with all steps, nothing is read
     after the first one: what follows it cannot be trusted.
 
-    Any record may be missing. Also works on files that other machines write: it only uses open,
-    fstat and read. A resumed launch replaces the record by a shorter one (`truncate_record`); the
-    bytes before the current position then differ, and the record is read from its start.
+    Also works on files that other machines write: it only uses open, fstat and read. A resumed
+    launch replaces the record by a shorter one (`truncate_record`); the bytes before the current
+    position then differ, and the record is read from its start.
     """
 
     def __init__(self, folder: Path, steps: str = "all") -> None:
         self.folder, self.path, self._mode = folder, folder / FILE_NAME, steps
         self.version = 0  # incremented with every change
-        self.decoded = 0  # lines in total
         self._reset()
 
     def _reset(self) -> None:
@@ -163,17 +153,18 @@ class History:
         self._lines = 0
         self._position = 0  # offset after the last whole line that was read
         self._tail = b""  # the last bytes of that line
-        self.launches = [Launch()]
-        self.last: Record = {}  # the last record, of any kind
+        self.launch = Launch()  # the last one
+        self.facts: Record = {}  # the description of the run, as recorded by that launch
+        self.seconds = 0.0  # of all launches together
         self.step: Record = {}  # the last record of kind "step"
         self.completed = 0  # epochs
         self.training = UNKNOWN  # means over the last epoch
-        self.validations: list[Metrics] = []
         self.evaluated: dict[str, Record] = {}  # the last evaluation of each split
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
-        self._recent: deque[Record] = deque(maxlen=RECENT)  # steps of this launch with a time
-        self._steps, self._epochs, self._evaluations = Columns(), Columns(), Columns()
-        self._splits: list[str] = []  # of the evaluations
+        self._recent: deque[Record] = deque(maxlen=RECENT)  # steps of this launch
+        self._steps = Columns()
+        self._epochs: list[Record] = []
+        self._evaluations: list[Record] = []
 
     @classmethod
     def read(cls, folder: Path, steps: str = "all") -> History:
@@ -220,7 +211,6 @@ class History:
                 near_end = size - self._position < NEAR_END or not self.launch.first_step
                 if self._mode == "none" or (self._lines % every and not near_end):
                     continue
-            self.decoded += 1
             try:
                 self._add(parse_line(line, self._lines, self.path))
             except UsageError as error:  # such as lines lost in a power failure
@@ -229,36 +219,31 @@ class History:
         self.version += self._position != began
 
     def _add(self, record: Record) -> None:
-        self.last, now = record, time_of(record)
+        if record["kind"] == "run":
+            self.launch, self.facts = Launch(), record
+            self._recent.clear()
+        launch, now = self.launch, time_of(record)
+        launch.began = launch.began or now
+        self.seconds += now - (launch.latest or now)
+        launch.latest = now
         match record["kind"]:
-            case "run":
-                self._recent.clear()
-                if self.launch.began is None and not self.launch.end:
-                    self.launches.pop()
-                self.launches.append(Launch(record))
             case "step":
                 self.step = record
-                self.launch.first_step = self.launch.first_step or record
-                if (record.get("seconds") or {}).get("total"):
-                    self._recent.append(record)
+                launch.first_step = launch.first_step or record
+                self._recent.append(record)
                 self._steps.add(record)
                 if self._mode == "sampled" and self._steps.rows > 2 * SAMPLE:
                     self._steps.thin()
             case "epoch":
                 self.completed, self.training = record["epoch"], metrics_of(record)
-                self._epochs.add(record)
+                self._epochs.append(record)
             case "evaluation":
-                if record["split"] == "validation":
-                    self.validations.append(metrics_of(record))
                 self.evaluated[record["split"]] = record
-                self._evaluations.add(record)
-                self._splits.append(record["split"])
+                self._evaluations.append(record)
             case "note":
                 self.notes.append(record["text"])
             case "end":
-                self.launch.end = record
-        launch = self.launch
-        launch.began, launch.latest = launch.began or now, now or launch.latest
+                launch.end = record
 
     @property
     def steps(self) -> Table:
@@ -268,15 +253,16 @@ class History:
     @property
     def epochs(self) -> Table:
         """The means over the images of each epoch."""
-        return self._epochs.table()
+        return Columns(self._epochs).table()
 
     @property
     def evaluations(self) -> Table:
         """The evaluations of all splits, see the column ``split``."""
         import numpy as np
 
-        found = self._evaluations.table()
-        return {"split": np.array(self._splits, object), **found} if found else {}
+        found = Columns(self._evaluations).table()
+        splits = np.array([record["split"] for record in self._evaluations], object)
+        return {"split": splits, **found} if found else {}
 
     def __iter__(self) -> Iterator[Table]:
         """Yield the tables of steps, epochs and evaluations."""
@@ -296,26 +282,18 @@ class History:
         `split` is "training" (means over mini-batches), one of `evaluated`, or "epochs": then the
         values are those of the epochs, by epoch.
         """
-        known = {"training": self._steps, "epochs": self._epochs}
-        found, by = known.get(split, self._evaluations), "epoch" if split == "epochs" else "step"
-        splits = itertools.repeat(split) if split in known else self._splits
-        three = zip(splits, found[by], found[name], strict=False)
-        rows = [(x, y) for own, x, y in three if own == split and not math.isnan(y)]
-        width, points = -(-len(rows) // MOST_POINTS) or 1, []
-        for first in range(0, len(rows), width):
-            steps, values = zip(*rows[first : first + width], strict=True)
-            points.append((fmean(steps), fmean(values)))
-        return points
-
-    @property
-    def launch(self) -> Launch:
-        """The last launch."""
-        return self.launches[-1]
-
-    @property
-    def facts(self) -> Record:
-        """The description of the run, as recorded by its last launch."""
-        return self.launch.facts
+        found, by = self._steps, "step"
+        if split == "epochs":
+            found, by = Columns(self._epochs), "epoch"
+        elif split != "training":
+            found = Columns(each for each in self._evaluations if each["split"] == split)
+        if name not in found.by_name:
+            return []
+        pairs = zip(found.by_name[by], found.by_name[name], strict=True)
+        rows = [(x, y) for x, y in pairs if not math.isnan(y)]
+        width = -(-len(rows) // MOST_POINTS) or 1
+        parts = (zip(*rows[at : at + width], strict=True) for at in range(0, len(rows), width))
+        return [(fmean(steps), fmean(values)) for steps, values in parts]
 
     def outcome(self, over: bool = False) -> Outcome:
         """Return how the last launch ended; an empty outcome if unknown.
@@ -339,49 +317,29 @@ class History:
         """The metrics of the last test."""
         return metrics_of(self.evaluated.get("test", {}))
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of all launches together."""
-        times = [(launch.began, launch.latest) for launch in self.launches]
-        return sum(latest - began for began, latest in times if began and latest)
-
     def best(self, by_accuracy: bool) -> Metrics:
         """Return the best validation so far."""
-        return max(self.validations, key=lambda each: each.score(by_accuracy), default=UNKNOWN)
+        found = (metrics_of(r) for r in self._evaluations if r["split"] == "validation")
+        return max(found, key=lambda each: each.score(by_accuracy), default=UNKNOWN)
 
     def best_validation(self) -> Metrics:
         """Return the smallest loss and the largest accuracy of all validations."""
         return Metrics(self.best(False).loss, self.best(True).accuracy)
 
-    def missing_steps(self, done: int) -> str:
-        """List the steps up to `done` that are not recorded, as "5, 7 to 9"; empty if none.
-
-        All steps must have been read.
-        """
-        known = [0, *(int(step) for step in self._steps["step"] if step <= done), done + 1]
-        gaps = [(low + 1, high - 1) for low, high in itertools.pairwise(known) if low + 1 < high]
-        return listed([f"{a:,} to {b:,}" if a < b else f"{a:,}" for a, b in gaps], 3)
-
     def longest_interval(self) -> float:
-        """Return the seconds of the longest recent step or evaluation.
-
-        A run may record nothing for this long.
-        """
-        evaluations = [record.get("seconds") or 0.0 for record in self.evaluated.values()]
+        """Return the seconds of the longest recent step or evaluation: nothing is recorded then."""
         steps = [record["seconds"]["total"] for record in self._recent]
-        return max([*evaluations, *steps], default=0.0)
+        return max([*steps, *(each["seconds"] for each in self.evaluated.values())], default=0.0)
 
     def costs(self) -> dict[str, Any]:
-        """Return how the time of the recent steps is spent, and their speed, if they are known.
-
-        See ``Costs.facts``; the speed is "images_per_second".
-        """
-        costs, rows, total = Costs(), 0, 0.0
+        """Return ``Costs.facts`` of the recent steps, and their speed as "images_per_second"."""
+        costs = Costs()
         for record in self._recent:
-            seconds = {phase: each or 0.0 for phase, each in record["seconds"].items()}
-            costs.add(seconds, record.get("slowest_rank"))
-            rows, total = rows + (record.get("rows") or 0), total + seconds["total"]
-        return costs.facts() | ({"images_per_second": rows / total} if total else {})
+            costs.add(record["seconds"], record["slowest_rank"])
+        if found := costs.facts():
+            rows = fmean(record["rows"] for record in self._recent)
+            found["images_per_second"] = rows / found["step_seconds"]
+        return found
 
 
 def metrics_of(record: Record) -> Metrics:
@@ -389,9 +347,6 @@ def metrics_of(record: Record) -> Metrics:
     return Metrics(record.get("loss"), record.get("accuracy"))
 
 
-def time_of(record: Record) -> float | None:
-    """Return when a record was made, in seconds since 1970; None if not recorded."""
-    try:
-        return datetime.fromisoformat(record["time"]).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
+def time_of(record: Record) -> float:
+    """Return when a record was made, in seconds since 1970."""
+    return datetime.fromisoformat(record["time"]).timestamp()

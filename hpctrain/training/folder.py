@@ -31,7 +31,7 @@ from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, best_file, evaluation_file
 from hpctrain.report.history import History, Outcome
 from hpctrain.report.record import Recorder, truncate_record
-from hpctrain.text import counted
+from hpctrain.text import counted, ranges
 from hpctrain.training.checkpoint import Checkpoint, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.run import NOTHING, Progress, Run, read_on_all
@@ -247,8 +247,9 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         raise UsageError(f"--resume must, but {folder / CHECKPOINTS} holds no whole checkpoint")
     if history.problem:
         problems.insert(0, f"{history.problem}: the record is cut off there")
-    if checkpoint and (missing := history.missing_steps(checkpoint.step)):
-        problems.append(f"the record has lost steps that were done: {missing}")
+    done = range(1, checkpoint.step + 1) if checkpoint else ()
+    if missing := set(done).difference(history.steps.get("step", ())):
+        problems.append(f"the record has lost steps that were done: {ranges(sorted(missing))}")
     elif checkpoint and (
         checkpoint.state["epoch"] > history.completed
         or checkpoint.state["validated"] > history.evaluated.get("validation", {}).get("step", 0)

@@ -26,7 +26,7 @@ from hpctrain.report.find import (
     propose_run,
     sweep_runs,
 )
-from hpctrain.report.history import History, Outcome, Point, time_of
+from hpctrain.report.history import History, Outcome, Point
 from hpctrain.stop import ask
 from hpctrain.text import duration, rough_duration
 from hpctrain.training.control import STOP_FILE
@@ -80,7 +80,7 @@ class WatchedRun:
         if not self.folder.is_dir():
             proposal = propose_run(self.folder.name, str(self.folder.parent))
             return "pending", f"waiting for {self.folder}{proposal}"
-        record = self._idle("record", (history.version, history.last), time_of(history.last))
+        record = self._idle("record", history.version, history.launch.latest)
         if history.launch.outcome.status:
             return ended(history.launch.outcome)
         overdue = GRACE + OVERDUE * history.longest_interval()
@@ -191,4 +191,4 @@ class WatchedRuns:
             folder = Path(self._runs_dir) / target
             if folder.exists() or Path(target).exists():
                 raise
-        return sweep_runs(folder) if (folder / SWEEP_FILE).is_file() else [folder]
+        return sweep_runs(folder)

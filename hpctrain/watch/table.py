@@ -72,9 +72,9 @@ def _figure(metrics: Metrics) -> Cell:
 def seconds_left(history: History) -> float | None:
     """Estimate the seconds to the end of the run, at the pace of this launch; None if unknown."""
     first, last, steps = history.launch.first_step, history.step, history.total_steps
-    began, came = time_of(first), time_of(last)
-    if not steps or began is None or came is None or last["step"] <= first["step"]:
+    if not steps or not first or last["step"] <= first["step"]:
         return None
+    began, came = time_of(first), time_of(last)
     left = (steps - last["step"]) * (came - began) / (last["step"] - first["step"])
     return max(left - max(time.time() - came, 0.0), 0.0) or None
 

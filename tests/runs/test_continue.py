@@ -218,7 +218,7 @@ def test_a_damaged_record_costs_its_lines_only(settings, whole):
     assert launch(settings, **often).code == 0
     problem, lost, going_on = notes(settings)
     assert "is no line of a record" in problem
-    assert lost == "the record has lost steps that were done: 5 to 6"
+    assert lost == "the record has lost steps that were done: 5-6"
     assert going_on == "going on after step 6"
     check_same(settings, whole, whole_record=False)
 
@@ -244,7 +244,7 @@ def test_steps_that_the_record_lost_are_named(settings, whole):
 
     change_lines(settings, lose)
     assert launch(settings).code == 0
-    lost = "the record has lost steps that were done: 3, 6 to 9"
+    lost = "the record has lost steps that were done: 3, 6-9"
     assert notes(settings) == [lost, "going on after step 9"]
     assert [r["step"] for r in records(settings, "step")] == [1, 2, 4, 5, *range(10, 15)]
     check_same(settings, whole, whole_record=False)

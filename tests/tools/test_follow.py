@@ -43,17 +43,18 @@ def steps(history):
 
 
 def test_only_what_was_added_is_read_and_a_torn_line_when_it_is_whole(tmp_path):
-    run = make_run(tmp_path / "a", run_line(), step_line(1))
+    run = make_run(tmp_path / "a", run_line(), step_line(1, loss=5.0), step_line(2))
     history = hp.History(run, "sampled")
     assert history.follow() and not history.follow()
-    before, second, last = history.decoded, step_line(2), step_line(4)
-    append(run, second[:50])
+    text, third, last = (run / FILE).read_bytes(), step_line(3), step_line(5)
+    (run / FILE).write_bytes(text.replace(b"5.0", b"6.0"))  # what was read is not read again
+    append(run, third[:50])
     assert not history.follow()
-    append(run, second[50:], step_line(3), last[:20])
-    assert history.follow() and history.decoded == before + 2
+    append(run, third[50:], step_line(4), last[:20])
+    assert history.follow() and steps(history) == [1, 2, 3, 4]
     append(run, last[20:])
-    assert history.follow() and history.decoded == before + 3
-    assert (steps(history), history.problem) == ([1, 2, 3, 4], None)
+    assert history.follow() and losses(history)[1] == 5.0
+    assert (steps(history), history.problem) == ([1, 2, 3, 4, 5], None)
 
 
 @given(cuts=st.lists(st.integers(0, len(b"".join(WHOLE))), max_size=6))
@@ -64,11 +65,11 @@ def test_wherever_a_growing_record_is_looked_at_it_is_read_once_and_whole(cuts, 
     for begin, end in itertools.pairwise([0, *sorted(cuts), len(text)]):
         append(run, text[begin:end])
         history.follow()
-        whole = text[:end].count(b"\n")
-        assert (history.decoded, history.problem) == (whole, None)
+        whole = text[:end].rpartition(b"\n")[0].count(b'"kind": "step"')
+        assert (len(history.steps.get("step", ())), history.problem) == (whole, None)
     assert losses(history) == {number: 1 / number for number in range(1, 20)}
     assert history.outcome().status == "done"
-    assert (list(history.notes), len(history.validations)) == (["so far"], 1)
+    assert (list(history.notes), len(history.evaluations["loss"])) == (["so far"], 1)
 
 
 def test_a_record_that_is_not_there_yet_and_one_that_goes(tmp_path):
@@ -122,10 +123,10 @@ def test_of_many_steps_some_are_read_but_both_ends_and_all_else(tmp_path):
     run = make_run(tmp_path / "a", run_line(), *lines[:2000], *evaluations, *others, *lines[2000:])
     history = hp.History(run, "sampled")
     history.follow()
-    read = history.decoded
+    read = len(history.steps["step"])
     assert many / 10 < read < many / 2
     assert (history.step["step"], list(history.notes)) == (many, ["so far"])
-    assert len(history.validations) == 30
+    assert len(history.evaluations["loss"]) == 30
     found = losses(history)
     assert len(found) < 1000 and min(found) < 100 and max(found) > many - 100
     values = list(found.values())
@@ -134,12 +135,12 @@ def test_of_many_steps_some_are_read_but_both_ends_and_all_else(tmp_path):
     assert late == pytest.approx({step: 1 / step for step in late}, rel=1e-3)
     append(run, *step_lines(many + 1, many + 50))
     history.follow()
-    assert history.decoded == read + 50
+    assert len(history.steps["step"]) == read + 50
 
 
 def test_what_follows_damage_counts_for_a_display_and_not_for_a_resumed_launch(tmp_path):
     lost = b"\0" * 90 + b"\n"
-    run = make_run(tmp_path / "a", run_line(), step_line(1), lost, b'{"kind": "step"}\n')
+    run = make_run(tmp_path / "a", run_line(), step_line(1), lost, lost)
     strict, lenient = hp.History(run), hp.History(run, "sampled")
     assert strict.follow() and lenient.follow()
     append(run, step_line(2), b"\0" * 90)

@@ -64,7 +64,6 @@ def test_a_line_for_each_run(tmp_path, clock, golden, monkeypatch):
         (("stopped", "asked to stop"), "stopped: asked to stop"),
         (("preempted", "the time is up"), "preempted: the time is up"),
         (("failed", "disk full\nat once"), "failed: disk full"),
-        (("odd", None), "failed"),
     ],
 )
 def test_how_a_run_ended(tmp_path, end, text):
