@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.fault import fault
-from hpctrain.files import write_whole
+from hpctrain.files import write_whole, writing
 from hpctrain.report.fields import FIELDS, encode_record, parse_record
 from hpctrain.report.step_stats import Costs
 
@@ -59,20 +59,17 @@ class Recorder:
         self._shown: list[Display | EventWriter] = []
         self._buffered: list[dict[str, Any]] = []
         self._due = 0.0  # when steps are written next
-        self._started = 0.0  # when the record of kind "run" was written; 0: not yet
-        self._ended = False
+        self._started = 0.0  # when the record of kind "run" was written; 0: no launch is running
         self._costs = Costs()
         if folder is None:
             return
+        self._path = folder / FILE_NAME
         if tensorboard:
             from hpctrain.report.tensorboard import EventWriter
 
             self._shown.append(EventWriter(folder, done))
-        self._path = folder / FILE_NAME
-        try:
+        with writing(self._path):
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise RunError(f"cannot open {self._path}: {error.strerror}") from error
         if progress != "none":
             from hpctrain.report.display import Display  # imports rich
 
@@ -86,12 +83,10 @@ class Recorder:
         "step" are means over the global mini-batch, those of an "epoch" and an "evaluation" means
         over all images; see `note` and `end` for these kinds.
         """
-        if kind not in ("run", "end") and not fields.keys() <= FIELDS[kind].keys():
-            unknown = ", ".join(sorted(fields.keys() - FIELDS[kind].keys()))
-            raise ValueError(f"a {kind} has no field {unknown}: add it to report/fields.py")
+        if kind not in ("run", "end") and (unknown := sorted(fields.keys() - FIELDS[kind].keys())):
+            raise ValueError(f"a {kind} has no field {unknown[0]}: add it to report/fields.py")
         if kind == "run":
-            self._started = time.monotonic()
-            self._costs = Costs(fields)
+            self._started, self._costs = time.monotonic(), Costs(fields)
             fields = {"format": FORMAT, **fields}
         elif kind == "step":
             self._costs.add(fields["seconds"], fields["slowest_rank"])
@@ -118,64 +113,54 @@ class Recorder:
 
         `status` is "done", "stopped", "preempted" or "failed".
         """
-        self._ended = True
         seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
+        self._started = 0.0
         fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
         self.write("end", **{**fields, **facts})
 
-    def flush(self) -> None:
-        """Write the buffered records to the file."""
+    def flush(self, last: bool = False) -> None:
+        """Write the buffered records to the file; after the `last` ones, fsync and close it."""
         if self._descriptor < 0:
             return
         start = time.monotonic()
         data = b"".join([encode_record(record) for record in self._buffered])
         self._buffered.clear()
-        with self._closing_if_full():
-            while data:  # one write, unless the disk fills up: then the next write raises
-                data = data[os.write(self._descriptor, data) :]
-            fault("record.written")
+        try:
+            with writing(self._path):
+                while data:  # one write, unless the disk fills up: then the next write raises
+                    data = data[os.write(self._descriptor, data) :]
+                fault("record.written")
+                if last:
+                    os.fsync(self._descriptor)  # NFS reports a full disk only here
+        except RunError:
+            last = True
+            raise
+        finally:
+            if last:
+                with suppress(OSError):
+                    os.close(self._descriptor)
+                self._descriptor = -1
         end = time.monotonic()
         self._due = end + min(COST_RATIO * (end - start), LONGEST_WAIT)
 
-    @contextmanager
-    def _closing_if_full(self) -> Iterator[None]:
-        """If the block cannot write, end the file where it was, close it and raise RunError."""
-        size = os.fstat(self._descriptor).st_size
-        try:
-            yield
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, size)
-                os.close(self._descriptor)
-            self._descriptor = -1
-            text = f"cannot write {self._path}: {error.strerror}; the record ends here"
-            raise RunError(text) from error
-
     def close(self) -> None:
-        """Flush, fsync and close the file; close the displays. May be called again."""
+        """Write and close the file, and close the displays. May be called again."""
         with ExitStack() as stack:  # closes all of them, even if one fails
             for each in self._shown:
                 stack.callback(each.close)
             self._display, self._shown = None, []
-            self.flush()
-            if self._descriptor >= 0:
-                with self._closing_if_full():  # NFS reports a full disk only here
-                    os.fsync(self._descriptor)
-                    os.close(self._descriptor)
-                self._descriptor = -1
+            self.flush(last=True)
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
         name = "" if isinstance(error, Failure) else type(error).__name__
         with suppress(RunError):  # the exception being handled matters more than its record
-            if self._started and not self._ended:
+            if self._started:
                 self.end("failed", ": ".join(filter(None, [name, str(error)])))
         with suppress(RunError):
             self.close()
@@ -212,27 +197,25 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
     `validated`, the digests after `step`, all other evaluations, and an end with status "done".
     All other lines are kept byte for byte, up to the first one that is incomplete or corrupt.
     """
-    path = folder / FILE_NAME
-    if not path.exists():
-        return
+
+    def is_kept(record: dict[str, Any]) -> bool:
+        match record["kind"]:
+            case "step" | "digest":
+                return record["step"] <= step
+            case "epoch":
+                return record["epoch"] <= epoch
+            case "evaluation":
+                return record["split"] == "validation" and record["step"] <= validated
+            case "end":
+                return record["status"] != "done"
+        return True
+
     kept = []
-    with open(path, "rb") as file:
+    with suppress(FileNotFoundError), open(folder / FILE_NAME, "rb") as file:
         for line in file:
             try:
-                record = parse_record(line)
+                if line.endswith(b"\n") and is_kept(parse_record(line)):
+                    kept.append(line)
             except ValueError:
                 break  # the lines after it cannot be trusted
-            match record["kind"]:
-                case "step" | "digest":
-                    is_kept = record["step"] <= step
-                case "epoch":
-                    is_kept = record["epoch"] <= epoch
-                case "evaluation":
-                    is_kept = record["split"] == "validation" and record["step"] <= validated
-                case "end":
-                    is_kept = record["status"] != "done"
-                case _:
-                    is_kept = True
-            if is_kept and line.endswith(b"\n"):
-                kept.append(line)
-    write_whole(path, b"".join(kept))
+        write_whole(folder / FILE_NAME, b"".join(kept))
