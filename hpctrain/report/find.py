@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpctrain.errors import UsageError, did_you_mean
-from hpctrain.report.history import UNKNOWN, History, Metrics
+from hpctrain.report.history import History, Metrics, metrics_of
 from hpctrain.report.record import FILE_NAME
 
 SETTINGS_FILE = "config.toml"  # the settings of a run
@@ -23,11 +21,8 @@ def find_runs(targets: Sequence[str], runs_dir: str) -> list[Path]:
 
     Raises UsageError if a target is neither a run nor a sweep.
     """
-    found: list[Path] = []
-    for target in targets:
-        folder = find_folder(target, runs_dir)
-        found += sweep_runs(folder) if (folder / SWEEP_FILE).is_file() else [folder]
-    return list(dict.fromkeys(found))
+    folders = (find_folder(target, runs_dir) for target in targets)
+    return list(dict.fromkeys(run for folder in folders for run in sweep_runs(folder)))
 
 
 def find_folder(target: str, runs_dir: str, files: Sequence[str] = (FILE_NAME, SWEEP_FILE)) -> Path:
@@ -57,7 +52,9 @@ def all_names(runs_dir: str) -> list[str]:
 
 
 def sweep_runs(folder: Path) -> list[Path]:
-    """Return the folders of a sweep's runs that have a record, sorted by name."""
+    """Return the runs of a sweep that have a record, sorted by name; or the run in `folder`."""
+    if not (folder / SWEEP_FILE).is_file():
+        return [folder]
     return sorted(path.parent for path in folder.glob(f"*/{FILE_NAME}"))
 
 
@@ -72,7 +69,7 @@ def evaluation_file(folder: Path, split: str) -> Path:
     return folder / f"evaluation-{split}.json"
 
 
-def compared_by_accuracy(tasks: Sequence[str]) -> bool:
+def compared_by_accuracy(tasks: Iterable[str]) -> bool:
     """Whether networks of these tasks are compared by accuracy; otherwise by loss."""
     return all(task == "classify" for task in tasks)
 
@@ -85,25 +82,24 @@ def best_run(sweep: Path) -> tuple[Path, str]:
     validation, or with --final best of the one with the smallest loss. Raises UsageError if no
     network has been saved.
     """
-    validation: dict[Path, Metrics] = {}
-    training: dict[Path, Metrics] = {}
-    tasks = []
-    for folder in (run for run in sweep_runs(sweep) if (run / NETWORK_FILE).is_file()):
-        history, settings = History.read(folder, "none"), {}
-        with suppress(OSError, ValueError):
-            settings = tomllib.loads((folder / SETTINGS_FILE).read_text())
-        last = (history.validations or [UNKNOWN])[-1]
-        is_best = settings.get("final") == "best"
-        validation[folder] = history.best(by_accuracy=False) if is_best else last
-        training[folder] = history.training
-        tasks.append(settings.get("task", "classify"))
-    if not training:
+    folders = [folder for folder in sweep_runs(sweep) if (folder / NETWORK_FILE).is_file()]
+    histories = {folder: History.read(folder, "none") for folder in folders}
+    if not histories:
         raise UsageError(f"{sweep}: no network has ended yet")
-    accurate = compared_by_accuracy(tasks)
-    validated = any(metrics != UNKNOWN for metrics in validation.values())
-    metrics = validation if validated else training
-    best = max(metrics, key=lambda folder: metrics[folder].score(accurate))
-    value = metrics[best].accuracy if accurate else metrics[best].loss
+    settings = {folder: each.facts.get("settings", {}) for folder, each in histories.items()}
+    accurate = compared_by_accuracy(each.get("task", "classify") for each in settings.values())
+    validated = any("validation" in each.evaluated for each in histories.values())
+
+    def metrics(folder: Path) -> Metrics:
+        history = histories[folder]
+        if not validated:
+            return history.training
+        if settings[folder].get("final") == "best":
+            return history.best(by_accuracy=False)
+        return metrics_of(history.evaluated.get("validation", {}))
+
+    best = max(folders, key=lambda folder: metrics(folder).score(accurate))
+    value = metrics(best).accuracy if accurate else metrics(best).loss
     what = f"{'validation' if validated else 'training'} {'accuracy' if accurate else 'loss'}"
     return best, f"{what} {'unknown' if value is None else format(value, '.4g')}"
 

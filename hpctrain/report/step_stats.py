@@ -16,7 +16,7 @@ WORTH_NARROWING = 1_000_000  # parameters; fewer take longer to round than to se
 
 def crowding(facts: Mapping[str, Any]) -> str:
     """Return a note on the host with more ranks than cores, by the facts of a run; "" if none."""
-    ranks, cores = facts.get("host_ranks") or 1, facts.get("host_cores") or 1
+    ranks, cores = facts["host_ranks"], facts["host_cores"]
     if ranks <= cores:
         return ""
     return f"{ranks} ranks share {counted(cores, 'core')} of a host: start at most {cores} there"
@@ -30,7 +30,7 @@ class Costs:
         self._run: Mapping[str, Any] = facts or {}
         self._steps = 0
         self._seconds: Counter[str] = Counter()
-        self._slowest: Counter[int] = Counter()
+        self._slowest: Counter[int | None] = Counter()
 
     def add(self, seconds: Mapping[str, float], slowest: int | None) -> None:
         """Add one step.
@@ -40,8 +40,7 @@ class Costs:
         """
         self._steps += 1
         self._seconds.update(seconds)
-        if slowest is not None:
-            self._slowest[slowest] += 1
+        self._slowest[slowest] += 1
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the record's end; empty if there were no steps.
@@ -51,7 +50,7 @@ class Costs:
         in all of at least `ENOUGH` steps, or in more than for one of two equal ranks by chance (one
         half plus three standard deviations, 0.5 / sqrt(steps) each).
         """
-        total, steps = self._seconds["total"], self._steps
+        total, steps, run = self._seconds["total"], self._steps, self._run
         if not total > 0:
             return {}
         idle = self._seconds["idle"] / total
@@ -60,21 +59,19 @@ class Costs:
         shares = {phase: value / whole for phase, value in parts.items()}
         shares["other"] = max(1 - sum(shares.values()), 0.0)
         found: dict[str, Any] = {"step_seconds": total / steps, "shares": shares, "idle": idle}
-        rank, times = next(iter(self._slowest.most_common(1)), (0, 0))
+        ((rank, times),) = self._slowest.most_common(1)
         by_chance = min(0.5 + 1.5 / steps**0.5, 1.0)
-        is_named = steps >= ENOUGH and idle >= WAIT and times / steps >= by_chance
-        if is_named:
+        if is_named := steps >= ENOUGH and idle >= WAIT and times / steps >= by_chance:
             found |= {"slowest_rank": rank, "slowest_share": times / steps}
-        run = self._run
         stage = "" if run.get("staged") else "keep the pack on a local disk (--stage) or "
         large = run.get("parameters", 0) >= WORTH_NARROWING
         narrows = large and run.get("comm_dtype") == "fp32" and not run.get("deterministic")
-        narrow = " or use --comm-dtype bf16" if narrows else ""
-        reduce = f"communication-bound: raise --batch-per-rank{narrow}"
+        reduce = "communication-bound: raise --batch-per-rank"
+        reduce += " or use --comm-dtype bf16" if narrows else ""
         slow = f"rank {rank} holds up the others: --worker-load gives it fewer shards"
         weight, advice = max(
-            (shares.get("data", 0.0) / DATA, f"data-bound: {stage}use more cores"),
-            (shares.get("reduce", 0.0) / REDUCE, reduce),
+            (shares.get("data", 0) / DATA, f"data-bound: {stage}use more cores"),
+            (shares.get("reduce", 0) / REDUCE, reduce),
             (idle / IDLE * is_named, slow),
         )
-        return found | {"advice": [advice] if weight >= 1 and steps >= ENOUGH else []}
+        return found | {"advice": [advice] * (weight >= 1 and steps >= ENOUGH)}

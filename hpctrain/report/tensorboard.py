@@ -30,22 +30,20 @@ class EventWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the scalars of a step or an evaluation; other records have none."""
-        kind = record["kind"]
-        scalars = {name: record.get(name) for name in fields_marked(kind, "scalar")}
+        group = record.get("split", "training")
+        scalars = {name: record.get(name) for name in fields_marked(record["kind"], "scalar")}
         scalars |= scalars.pop("metrics", None) or {}
-        group = "training" if kind == "step" else record.get("split")
-        for name, value in scalars.items() if self._writer else ():
-            if value is not None:
-                try:
-                    with writing(self._what):
+        try:
+            with writing(self._what):
+                for name, value in scalars.items() if self._writer else ():
+                    if value is not None:
                         self._writer.add_scalar(f"{group}/{name}", value, record["step"])
-                except RunError:
-                    self._writer = None
-                    raise
+        except RunError:
+            self._writer = None
+            raise
 
     def close(self) -> None:
-        """Flush queued events and close the file."""
+        """Write queued events and close the file."""
         if self._writer:
             with writing(self._what):
                 self._writer.close()
-            self._writer = None

@@ -8,7 +8,15 @@ import pytest
 
 import hpctrain as hp
 from tests.support.ranks import alone
-from tests.support.records import FILE, end_line, epoch_line, evaluation_line, make_run, run_line
+from tests.support.records import (
+    FILE,
+    append,
+    end_line,
+    epoch_line,
+    evaluation_line,
+    make_run,
+    run_line,
+)
 
 
 @pytest.fixture
@@ -72,14 +80,13 @@ def test_a_run_that_is_not_there_yet_is_waited_for_with_a_proposal(folder):
     assert other.startswith("first  done")
 
 
-def make_sweep(trained, folder, runs, settings=""):
+def make_sweep(trained, folder, runs, **settings):
     """Runs of a real network whose records are made up: losses of validations, training, test."""
     for name, (validations, training, test) in runs.items():
         lines = [evaluation_line(1, loss=loss, accuracy=1 - loss) for loss in validations]
         lines.append(epoch_line(1, loss=training, accuracy=1 - training))
         lines.append(evaluation_line(1, "test", loss=test, accuracy=1 - test))
-        run = make_run(folder / name, run_line(), *lines)
-        (run / "config.toml").write_text(settings)
+        run = make_run(folder / name, run_line(settings=settings), *lines)
         shutil.copy(trained.run("plain") / "model.safetensors", run)
     (folder / "sweep.toml").touch()
     return folder
@@ -92,11 +99,9 @@ def best(sweep):
 
 def test_the_best_is_chosen_by_validation_and_never_by_the_test(trained, tmp_path, capsys):
     runs = {"a": ([0.2, 0.5], 0.1, 0.1), "b": ([0.6, 0.3], 0.4, 0.4), "c": ([], 0.0, 0.0)}
-    sweep = make_sweep(trained, tmp_path / "s", runs)
-    assert best(sweep) == "b"  # a's last network is worse
+    assert best(make_sweep(trained, tmp_path / "last", runs)) == "b"  # a's last network is worse
     assert "validation accuracy 0.7" in capsys.readouterr().err
-    for name in runs:
-        (sweep / name / "config.toml").write_text('final = "best"')
+    sweep = make_sweep(trained, tmp_path / "best", runs, final="best")
     assert best(sweep) == "a"
     (sweep / "a" / "model.safetensors").unlink()
     assert best(sweep) == "b"
@@ -105,13 +110,12 @@ def test_the_best_is_chosen_by_validation_and_never_by_the_test(trained, tmp_pat
 
 
 def test_without_validation_training_decides_and_denoising_goes_by_loss(trained, tmp_path):
-    sweep = make_sweep(trained, tmp_path / "s", {"a": ([], 0.2, 0.1), "b": ([], 0.1, 0.4)})
-    assert best(sweep) == "b"
-    accurate = epoch_line(1, loss=0.3, accuracy=0.99)
-    (sweep / "a" / FILE).write_bytes(run_line() + accurate)
-    assert best(sweep) == "a"
-    (sweep / "a" / "config.toml").write_text('task = "denoise"')
-    assert best(sweep) == "b"
+    for settings, chosen in (({}, "a"), ({"task": "denoise"}, "b")):
+        runs = {"a": ([], 0.2, 0.1), "b": ([], 0.1, 0.4)}
+        sweep = make_sweep(trained, tmp_path / chosen, runs, **settings)
+        assert best(sweep) == "b"
+        append(sweep / "a", epoch_line(2, loss=0.3, accuracy=0.99))
+        assert best(sweep) == chosen
 
 
 def test_a_sweep_without_a_network_that_ended_has_no_best(tmp_path):
