@@ -38,9 +38,7 @@ MOST_TENSORS, MOST_PROBLEMS, MOST_BARS = 30, 6, 1000  # shown at most
 
 def main(settings: CompareConfig) -> int:
     """Print how two runs differ; return 0 if they are equal, else 1."""
-    folders = [
-        find_folder(run, settings.runs_dir, files=()) for run in (settings.first, settings.second)
-    ]
+    folders = [find_folder(run, settings.runs_dir) for run in (settings.first, settings.second)]
     a, b = (read_model(folder / NETWORK_FILE)[0] for folder in folders)
     if settings.plot:
         check_name(Path(settings.plot), "--plot")

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.config import StopConfig
-from hpctrain.errors import UsageError
-from hpctrain.report.find import SETTINGS_FILE, SWEEP_FILE, find_folder, sweep_runs
+from hpctrain.report.find import SWEEP_FILE, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.text import say
 from hpctrain.training.control import is_locked, request_stop
@@ -18,7 +17,7 @@ from hpctrain.training.control import is_locked, request_stop
 
 def main(settings: StopConfig) -> int:
     """Request that the run or the sweep stop; print the request, or that it has already ended."""
-    say(ask(find_folder(settings.target, settings.runs_dir, files=())))
+    say(ask(find_folder(settings.target, settings.runs_dir)))
     return 0
 
 
@@ -32,8 +31,6 @@ def ask(folder: Path) -> str:
         if working or is_locked(folder):
             return f"{folder} is asked to stop: its networks after their next step, no other begins"
         return f"{folder} is not at work; queued tasks of a job array will end at once"
-    if not (folder / SETTINGS_FILE).is_file():
-        raise UsageError(f"{folder} is not the folder of a run: it has no {SETTINGS_FILE}")
     if History.read(folder, "none").launch.outcome.status == "done":
         return f"{folder} has already ended"
     request_stop(folder)

@@ -80,10 +80,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
 
 
 def fields_marked(kind: str, mark: str) -> list[str]:
-    """Return the fields of a kind for which `mark`, a flag of `Field`, is set.
-
-    `mark` is "deterministic" (equal runs record equal values) or "scalar" (shown by TensorBoard).
-    """
+    """Return the fields of a kind for which `mark`, a flag of `Field`, is set."""
     return [name for name, field in FIELDS.get(kind, {}).items() if getattr(field, mark)]
 
 
@@ -96,10 +93,7 @@ def parse_record(line: bytes | str) -> dict[str, Any]:
 
 
 def encode_record(record: Record) -> bytes:
-    """Encode one record as a line of strict JSON in ASCII, newline included.
-
-    ``record["time"]`` is in seconds since 1970.
-    """
+    """Encode a record, its time in seconds since 1970, as a line of strict JSON in ASCII."""
     moment = datetime.fromtimestamp(record["time"], UTC).isoformat(timespec="milliseconds")
     record = {**record, "time": moment.replace("+00:00", "Z")}
     try:
@@ -117,8 +111,7 @@ def without_nonfinite(value: Any, found: list[str] | None = None, name: str = ""
     and torch become Python's; paths, devices and the like str.
     """
     if isinstance(value, Mapping):
-        parts = value.items()
-        return {key: without_nonfinite(each, found, f"{name}.{key}") for key, each in parts}
+        return {key: without_nonfinite(v, found, f"{name}.{key}") for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [without_nonfinite(v, found, f"{name}.{i}") for i, v in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):

@@ -24,7 +24,7 @@ import numpy as np
 from hpctrain.config import PlotConfig
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
-from hpctrain.report.find import distinct_names, evaluation_file, find_folder, find_runs
+from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.text import say, short_number, shortened
 from hpctrain.typed import parse_json
@@ -59,11 +59,11 @@ class RunCurves(NamedTuple):
 
 def main(settings: PlotConfig) -> int:
     """Write the figures; print their paths and what they show."""
-    one = len(settings.targets) == 1
-    folder = find_folder(settings.targets[0], settings.runs_dir) if one else settings.runs_dir
-    path = Path(settings.output or Path(folder) / FILE)
+    found = [find_folder(target, settings.runs_dir) for target in settings.targets]
+    folder = found[0] if len(found) == 1 else Path(settings.runs_dir)
+    path = Path(settings.output or folder / FILE)
     check_name(path, "--output")
-    folders = find_runs(settings.targets, settings.runs_dir)
+    folders = list(dict.fromkeys(run for each in found for run in sweep_runs(each)))
     if not folders:
         raise UsageError(f"{settings.targets[0]}: none of its runs has begun yet")
     runs = dict(zip(distinct_names([each.resolve() for each in folders]), folders, strict=True))

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import UsageError, did_you_mean
-from hpctrain.report.history import History, Metrics, metrics_of
+from hpctrain.report.history import History, metrics_of
 from hpctrain.report.record import FILE_NAME
 
 SETTINGS_FILE = "config.toml"  # the settings of a run
 SWEEP_FILE = "sweep.toml"  # marks a folder as that of a sweep
+MARKERS = (SETTINGS_FILE, FILE_NAME, SWEEP_FILE)  # one of them is in every folder of a run or sweep
 NETWORK_FILE = "model.safetensors"
 CHECKPOINTS = "checkpoints"  # the folder in that of a run
 
 
-def find_runs(targets: Sequence[str], runs_dir: str) -> list[Path]:
-    """Return the folders of all runs in `targets`, in this order; runs of a sweep sorted by name.
+def find_folder(target: str, runs_dir: str) -> Path:
+    """Return the folder of a run or sweep, named `target` in `runs_dir`, or else at this path.
 
-    Raises UsageError if a target is neither a run nor a sweep.
-    """
-    folders = (find_folder(target, runs_dir) for target in targets)
-    return list(dict.fromkeys(run for folder in folders for run in sweep_runs(folder)))
-
-
-def find_folder(target: str, runs_dir: str, files: Sequence[str] = (FILE_NAME, SWEEP_FILE)) -> Path:
-    """Return the folder named `target` in `runs_dir`, or else at this path, with one of `files`.
-
-    By default that of a run that has a record, or of a sweep. With no `files` any folder is found,
-    also that of a run without a record. Raises UsageError if there is no such folder.
+    The run may not have begun a record yet. Raises UsageError if there is no such folder.
     """
     for path in (Path(runs_dir) / target, Path(target)):
-        if any((path / name).is_file() for name in files) or (not files and path.is_dir()):
+        if any((path / name).is_file() for name in MARKERS):
             return path
-    proposal = propose_run(target, runs_dir)
-    raise UsageError(
-        f"there is no run or sweep {target!r} in {runs_dir}, or of that path{proposal}"
-    )
+    near = propose_run(target, runs_dir)
+    raise UsageError(f"there is no run or sweep {target!r} in {runs_dir}, or of that path{near}")
 
 
 def propose_run(target: str, runs_dir: str) -> str:
@@ -47,8 +36,7 @@ def propose_run(target: str, runs_dir: str) -> str:
 
 def all_names(runs_dir: str) -> list[str]:
     """Return the names of all runs and sweeps in `runs_dir`, sorted; none if there is no folder."""
-    markers = (SETTINGS_FILE, FILE_NAME, SWEEP_FILE)
-    return sorted({p.parent.name for name in markers for p in Path(runs_dir).glob(f"*/{name}")})
+    return sorted({p.parent.name for name in MARKERS for p in Path(runs_dir).glob(f"*/{name}")})
 
 
 def sweep_runs(folder: Path) -> list[Path]:
@@ -69,11 +57,6 @@ def evaluation_file(folder: Path, split: str) -> Path:
     return folder / f"evaluation-{split}.json"
 
 
-def compared_by_accuracy(tasks: Iterable[str]) -> bool:
-    """Whether networks of these tasks are compared by accuracy; otherwise by loss."""
-    return all(task == "classify" for task in tasks)
-
-
 def best_run(sweep: Path) -> tuple[Path, str]:
     """Return the run with the best saved network of a sweep, and the metric that decided.
 
@@ -83,25 +66,22 @@ def best_run(sweep: Path) -> tuple[Path, str]:
     network has been saved.
     """
     folders = [folder for folder in sweep_runs(sweep) if (folder / NETWORK_FILE).is_file()]
-    histories = {folder: History.read(folder, "none") for folder in folders}
+    histories = [History.read(folder, "none") for folder in folders]
     if not histories:
         raise UsageError(f"{sweep}: no network has ended yet")
-    settings = {folder: each.facts.get("settings", {}) for folder, each in histories.items()}
-    accurate = compared_by_accuracy(each.get("task", "classify") for each in settings.values())
-    validated = any("validation" in each.evaluated for each in histories.values())
-
-    def metrics(folder: Path) -> Metrics:
-        history = histories[folder]
-        if not validated:
-            return history.training
-        if settings[folder].get("final") == "best":
-            return history.best(by_accuracy=False)
-        return metrics_of(history.evaluated.get("validation", {}))
-
-    best = max(folders, key=lambda folder: metrics(folder).score(accurate))
-    value = metrics(best).accuracy if accurate else metrics(best).loss
-    what = f"{'validation' if validated else 'training'} {'accuracy' if accurate else 'loss'}"
-    return best, f"{what} {'unknown' if value is None else format(value, '.4g')}"
+    settings = [history.facts.get("settings", {}) for history in histories]
+    accurate = all(each.get("task", "classify") == "classify" for each in settings)
+    split, found = "training", [history.training for history in histories]
+    if any("validation" in history.evaluated for history in histories):
+        split = "validation"
+        for number, (history, own) in enumerate(zip(histories, settings, strict=True)):
+            last = metrics_of(history.evaluated.get("validation", {}))
+            is_best = own.get("final") == "best"
+            found[number] = history.best(by_accuracy=False) if is_best else last
+    best = max(range(len(found)), key=lambda number: found[number].score(accurate))
+    value = found[best].accuracy if accurate else found[best].loss
+    what = f"{split} {'accuracy' if accurate else 'loss'}"
+    return folders[best], f"{what} {'unknown' if value is None else format(value, '.4g')}"
 
 
 def best_file(folder: Path, step: int) -> Path:
@@ -110,10 +90,7 @@ def best_file(folder: Path, step: int) -> Path:
 
 
 def best_steps(folder: Path) -> list[int]:
-    """Return the steps of the best networks in the folder of a run, in ascending order.
-
-    Each checkpoint that is kept names the last one that is not after it.
-    """
+    """Return the steps of the best networks in the folder of a run, in ascending order."""
     return checkpoint_steps(folder, "best-")
 
 

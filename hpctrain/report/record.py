@@ -48,11 +48,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        folder: Path | None,
-        progress: str = "auto",
-        tensorboard: bool = False,
-        done: int = 0,
+        self, folder: Path | None, progress: str = "auto", tensorboard: bool = False, done: int = 0
     ) -> None:
         self._descriptor = -1  # of the file; -1: nothing is written
         self._display: Display | None = None
@@ -79,9 +75,7 @@ class Recorder:
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Record the fields of one kind in ``FIELDS`` at this time, and return the record.
 
-        A "run" is a launch and comes first; all facts that describe it are recorded. Metrics of a
-        "step" are means over the global mini-batch, those of an "epoch" and an "evaluation" means
-        over all images; see `note` and `end` for these kinds.
+        A "run" is a launch and comes first; see `note` and `end` for these kinds.
         """
         if kind not in ("run", "end") and (unknown := sorted(fields.keys() - FIELDS[kind].keys())):
             raise ValueError(f"a {kind} has no field {unknown[0]}: add it to report/fields.py")
@@ -109,10 +103,7 @@ class Recorder:
             self._display.phase(text)
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
-        """Record how the run ended and how the time of its steps was spent; display a summary.
-
-        `status` is "done", "stopped", "preempted" or "failed".
-        """
+        """Record how the run ended ("done", "stopped", ...) and how its time was spent."""
         seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
         self._started = 0.0
         fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
@@ -193,9 +184,9 @@ def parse_line(line: bytes, number: int, path: Path) -> dict[str, Any]:
 def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None:
     """Remove from a run's record the lines that a resumed launch will record again.
 
-    These are the steps after `step`, the epochs after `epoch`, the validations after step
-    `validated`, the digests after `step`, all other evaluations, and an end with status "done".
-    All other lines are kept byte for byte, up to the first one that is incomplete or corrupt.
+    These are the steps and digests after `step`, the epochs after `epoch`, the validations after
+    step `validated`, all other evaluations, and an end with status "done". All other lines are kept
+    byte for byte, up to the first one that is incomplete or corrupt.
     """
 
     def is_kept(record: dict[str, Any]) -> bool:

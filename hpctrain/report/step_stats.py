@@ -60,8 +60,8 @@ class Costs:
         shares["other"] = max(1 - sum(shares.values()), 0.0)
         found: dict[str, Any] = {"step_seconds": total / steps, "shares": shares, "idle": idle}
         ((rank, times),) = self._slowest.most_common(1)
-        by_chance = min(0.5 + 1.5 / steps**0.5, 1.0)
-        if is_named := steps >= ENOUGH and idle >= WAIT and times / steps >= by_chance:
+        often = times / steps >= min(0.5 + 1.5 / steps**0.5, 1.0)
+        if is_named := steps >= ENOUGH and idle >= WAIT and often:
             found |= {"slowest_rank": rank, "slowest_share": times / steps}
         stage = "" if run.get("staged") else "keep the pack on a local disk (--stage) or "
         large = run.get("parameters", 0) >= WORTH_NARROWING

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.files import writing
 from hpctrain.report.fields import fields_marked
 
 
 class EventWriter:
-    """Writes a run's metrics to an event file. After an error, later events are dropped."""
+    """Writes a run's metrics to an event file."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
         """Open an event file in `folder`. Events of steps after `done` will be replaced."""
@@ -33,17 +33,12 @@ class EventWriter:
         group = record.get("split", "training")
         scalars = {name: record.get(name) for name in fields_marked(record["kind"], "scalar")}
         scalars |= scalars.pop("metrics", None) or {}
-        try:
-            with writing(self._what):
-                for name, value in scalars.items() if self._writer else ():
-                    if value is not None:
-                        self._writer.add_scalar(f"{group}/{name}", value, record["step"])
-        except RunError:
-            self._writer = None
-            raise
+        with writing(self._what):
+            for name, value in scalars.items():
+                if value is not None:
+                    self._writer.add_scalar(f"{group}/{name}", value, record["step"])
 
     def close(self) -> None:
         """Write queued events and close the file."""
-        if self._writer:
-            with writing(self._what):
-                self._writer.close()
+        with writing(self._what):
+            self._writer.close()

@@ -42,7 +42,7 @@ from hpctrain.config import SweepConfig, require_trust, to_toml
 from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.console import Console, dumb_terminal, output_width, terminal_columns
-from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy, find_folder
+from hpctrain.report.find import SWEEP_FILE, find_folder
 from hpctrain.report.history import UNKNOWN, History
 from hpctrain.sweep.file import SweepNetwork, read_sweep
 from hpctrain.text import ranges, short_number
@@ -417,7 +417,7 @@ def conclude(folder: Path, trainings: list[Training], console: Console) -> int:
     The best one, by validation, or by training without one, comes first; the test never decides.
     """
     write_results(folder, trainings)
-    accurate = compared_by_accuracy([training.network.config.task for training in trainings])
+    accurate = all(training.network.config.task == "classify" for training in trainings)
 
     def score(training: Training) -> float:
         best = training.history.best_validation()

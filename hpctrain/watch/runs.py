@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.report.find import (
-    FILE_NAME,
-    SETTINGS_FILE,
-    SWEEP_FILE,
-    distinct_names,
-    find_folder,
-    propose_run,
-    sweep_runs,
-)
+from hpctrain.report.find import distinct_names, find_folder, propose_run, sweep_runs
 from hpctrain.report.history import History, Outcome, Point
 from hpctrain.stop import ask
 from hpctrain.text import duration, rough_duration
@@ -185,8 +177,7 @@ class WatchedRuns:
     def _folders(self, target: str) -> list[Path]:
         """Return the folders of one target; a run whose folder does not exist is waited for."""
         try:
-            files = (FILE_NAME, SWEEP_FILE, SETTINGS_FILE)
-            folder = find_folder(target, self._runs_dir, files)
+            folder = find_folder(target, self._runs_dir)
         except UsageError:
             folder = Path(self._runs_dir) / target
             if folder.exists() or Path(target).exists():

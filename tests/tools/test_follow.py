@@ -103,15 +103,20 @@ def test_a_resumed_launch_cuts_the_record_back_and_is_told_anew(tmp_path):
     assert losses(history) == {n: 1 / n if n < 6 else 9.0 for n in range(1, 20)}
 
 
+OTHER = run_line(time=1e9) + b"".join(step_lines(1, 7, time=1e9))
+
+
 @pytest.mark.parametrize("last", [2, 7, 29])
-def test_a_record_rewritten_in_the_same_file_is_read_anew(tmp_path, last):
-    run = make_run(tmp_path / "a", run_line(time=1e9), *step_lines(1, 7, time=1e9))
+@pytest.mark.parametrize("before", [OTHER, b"epoch,loss\n1,2\n", b"\0" * 100 + b"\n"])
+def test_a_record_rewritten_in_the_same_file_is_read_anew(tmp_path, before, last):
+    run = make_run(tmp_path / "a", before)
     history = hp.History(run, "sampled")
-    history.follow()
+    assert history.follow()
+    assert (str(run / FILE) in (history.problem or "")) == (before != OTHER)
     inode = os.stat(run / FILE).st_ino
     (run / FILE).write_bytes(run_line() + b"".join(step_lines(1, last, loss=7.0)))
     assert os.stat(run / FILE).st_ino == inode
-    history.follow()
+    assert history.follow() and history.problem is None
     assert losses(history) == dict.fromkeys(range(1, last + 1), 7.0)
 
 
@@ -147,17 +152,6 @@ def test_what_follows_damage_counts_for_a_display_and_not_for_a_resumed_launch(t
     assert not strict.follow() and lenient.follow() and not lenient.follow()
     assert (steps(strict), steps(lenient), lenient.lost) == ([1], [1, 2], 2)
     assert strict.problem == lenient.problem and "line 3" in strict.problem
-
-
-@pytest.mark.parametrize("text", [b"epoch,loss\n1,2\n", b"\0" * 100 + b"\n"])
-def test_a_file_that_is_no_record_is_named_and_may_become_one(tmp_path, text):
-    run = make_run(tmp_path / "a", text)
-    history = hp.History(run, "sampled")
-    assert history.follow()
-    assert str(run / FILE) in history.problem
-    (run / FILE).write_bytes(run_line() + step_line(1))
-    assert history.follow()
-    assert (history.problem, steps(history)) == (None, [1])
 
 
 def test_history_leaves_out_a_torn_line_and_refuses_a_corrupt_one(tmp_path):

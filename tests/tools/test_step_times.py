@@ -27,13 +27,6 @@ def ended(folder, steps=10, slowest=(0,), facts=None, **seconds):
     return list(read_records(folder))[-1]
 
 
-def test_shares_are_of_the_whole_step(tmp_path):
-    found = ended(tmp_path, data=0.02, compute=0.9, reduce=0.05)
-    expected = {"data": 0.02, "compute": 0.9, "reduce": 0.05, "other": 0.03}
-    assert (found["step_seconds"], found["shares"]) == (pytest.approx(1), pytest.approx(expected))
-    assert found["advice"] == []
-
-
 @pytest.mark.parametrize(
     ("steps", "slowest", "idle", "named"),
     [
@@ -56,10 +49,16 @@ def test_a_rank_is_named_for_which_the_others_wait_but_not_by_chance(
     assert [found.get(name) for name in names] == [*(named or (None, None))]
 
 
-def test_clocks_that_exceed_the_step_still_add_up_and_no_step_gives_no_shares(tmp_path):
-    found = ended(tmp_path, data=0.5, compute=0.75, reduce=0.25, idle=0.1)
-    assert sum(found["shares"].values()) == pytest.approx(1)
-    assert found["shares"]["other"] == pytest.approx(0, abs=1e-12)
+@pytest.mark.parametrize(
+    ("seconds", "shares"),
+    [((0.02, 0.9, 0.05), (0.02, 0.9, 0.05, 0.03)), ((0.5, 0.75, 0.25), (1 / 3, 0.5, 1 / 6, 0.0))],
+)
+def test_shares_are_of_the_whole_step_and_add_up_also_where_clocks_exceed_it(
+    tmp_path, seconds, shares
+):
+    found = ended(tmp_path, **dict(zip(("data", "compute", "reduce"), seconds, strict=True)))
+    assert [*found["shares"].values()] == pytest.approx(shares)
+    assert found["step_seconds"] == pytest.approx(1)
     assert "shares" not in ended(tmp_path, steps=0)
 
 
