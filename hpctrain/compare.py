@@ -22,11 +22,10 @@ from hpctrain.errors import UsageError
 from hpctrain.models import read_model
 from hpctrain.plan import read_plan
 from hpctrain.report.console import make_console
-from hpctrain.report.fields import Record, fields_marked
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import NETWORK_FILE, find_folder
 from hpctrain.report.history import History
-from hpctrain.report.record import read_records
+from hpctrain.report.record import Record, fields_marked, read_records
 from hpctrain.text import brief, listed, say
 from hpctrain.training.checkpoint import newest
 from hpctrain.typed import parse_json

@@ -1,8 +1,8 @@
 """Records of a run: writing, reading, displaying and summarizing them.
 
-fields.py            the fields of a record; new fields are added here
 console.py           what the bar and tables are printed with
-record.py            writes, reads and truncates records; display.py and tensorboard.py show them
+record.py            the fields of a record; writes, reads and truncates it
+display.py           shows records while they are written, tensorboard.py writes them as events
 history.py           what a record tells of a run, also while it grows
 find.py              finds runs and sweeps by name, and the best run of a sweep
 figures.py           hpctrain plot: curves of runs, confusion matrices

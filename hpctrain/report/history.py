@@ -19,8 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from hpctrain.errors import UsageError
-from hpctrain.report.fields import FIELDS, Record
-from hpctrain.report.record import FILE_NAME, parse_line
+from hpctrain.report.record import FIELDS, FILE_NAME, Record, parse_line
 from hpctrain.report.step_stats import Costs
 from hpctrain.text import counted
 from hpctrain.watchdog import HEARTBEATS, find_cause

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.files import as_text, remove_left_behind, whole_file, write_whole, writing
-from hpctrain.report.fields import without_nonfinite
+from hpctrain.report.record import without_nonfinite
 from hpctrain.text import say, shortened
 
 if TYPE_CHECKING:

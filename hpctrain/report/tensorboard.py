@@ -1,6 +1,6 @@
 """TensorBoard events of a run, on request: ``tensorboard --logdir runs`` shows all runs.
 
-The events hold, by step and by evaluation, the fields with `scalar` in ``fields.py``, named
+The events hold, by step and by evaluation, the fields with `scalar` in ``record.py``, named
 training/loss or validation/loss. The event file is in the run's folder.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.files import writing
-from hpctrain.report.fields import fields_marked
+from hpctrain.report.record import fields_marked
 
 
 class EventWriter:

@@ -27,7 +27,7 @@ from hpctrain.config import Config
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.files import writing
-from hpctrain.report.fields import encode_record, parse_record
+from hpctrain.report.record import encode_record, parse_record
 from hpctrain.watchdog import doing
 
 STOP_FILE = "STOP"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.config import Config
-from hpctrain.report.fields import Record
 from hpctrain.report.history import History, Metrics, metrics_of, time_of
+from hpctrain.report.record import Record
 from hpctrain.text import counted, duration, percent, printable, rate, short_number, whole_percents
 
 Row = dict[str, Any]  # of a table: see `describe` and `WatchedRun`

@@ -16,8 +16,7 @@ __all__ = ["command_line", "train"]
 from hpctrain import doctor
 from hpctrain.data.partition import assign_shards
 from hpctrain.parallel.reduce import allreduce
-from hpctrain.report.fields import FIELDS
-from hpctrain.report.record import Recorder, read_records, truncate_record
+from hpctrain.report.record import FIELDS, Recorder, read_records, truncate_record
 from hpctrain.watch import web
 
 __all__ += ["FIELDS", "Recorder", "allreduce", "assign_shards", "doctor"]
