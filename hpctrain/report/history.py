@@ -331,14 +331,11 @@ class History:
         return max([*steps, *(each["seconds"] for each in self.evaluated.values())], default=0.0)
 
     def costs(self) -> dict[str, Any]:
-        """Return ``Costs.facts`` of the recent steps, and their speed as "images_per_second"."""
+        """Return how the time of the recent steps is spent; see ``Costs.facts``."""
         costs = Costs()
         for record in self._recent:
-            costs.add(record["seconds"], record["slowest_rank"])
-        if found := costs.facts():
-            rows = fmean(record["rows"] for record in self._recent)
-            found["images_per_second"] = rows / found["step_seconds"]
-        return found
+            costs.add(record)
+        return costs.facts()
 
 
 def metrics_of(record: Record) -> Metrics:

@@ -65,8 +65,8 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         **dict.fromkeys(("loss", "accuracy", "learning_rate"), METRIC),
         "images_per_second": Field(float, scalar=True),
         "rows": EXACT_COUNT,  # images of the mini-batch
-        "seconds": Field(float, is_object=True),  # data, compute, reduce, total; idle: the mean
-        # time that a rank waits for the slowest
+        "seconds": Field(float, is_object=True),  # of the slowest rank: data, compute, reduce,
+        # total; idle: the mean time that a rank waits for it
     },
     "epoch": {  # means over all its images
         "epoch": COUNT,
@@ -91,7 +91,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "repeats": Field(bool),  # whether another launch would fail in the same way
         "seconds": NUMBER,  # since the line of kind "run"
         "steps": COUNT,
-        "step_seconds": NUMBER,  # mean
+        **dict.fromkeys(("step_seconds", "images_per_second"), NUMBER),  # means
         "shares": Field(float, is_object=True),  # of a step: data, compute, reduce, other
         "idle": NUMBER,  # share of a step that ranks wait for the slowest
         "slowest_rank": COUNT,  # most often
@@ -159,7 +159,7 @@ class Recorder:
             self._started, self._costs = time.monotonic(), Costs(fields)
             fields = {"format": FORMAT, **fields}
         elif kind == "step":
-            self._costs.add(fields["seconds"], fields["slowest_rank"])
+            self._costs.add(fields)
         record = {"kind": kind, "time": time.time(), **fields}
         if self._descriptor >= 0:
             self._buffered.append(record)

@@ -28,27 +28,24 @@ class Costs:
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
         """The advice depends on `facts`, the description of the run."""
         self._run: Mapping[str, Any] = facts or {}
-        self._steps = 0
+        self._steps = self._rows = 0
         self._seconds: Counter[str] = Counter()
-        self._slowest: Counter[int | None] = Counter()
+        self._slowest: Counter[int] = Counter()
 
-    def add(self, seconds: Mapping[str, float], slowest: int | None) -> None:
-        """Add one step.
-
-        `seconds` are those of the slowest rank by phase, of the whole step as "total", and as
-        "idle" the mean time that a rank waited for the slowest. `slowest` is that rank.
-        """
+    def add(self, step: Mapping[str, Any]) -> None:
+        """Add one step, by its record."""
         self._steps += 1
-        self._seconds.update(seconds)
-        self._slowest[slowest] += 1
+        self._rows += step["rows"]
+        self._seconds.update(step["seconds"])
+        self._slowest[step["slowest_rank"]] += 1
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the record's end; empty if there were no steps.
 
-        These are the mean seconds of a step, the shares of its phases, lines of advice, and the
-        slowest rank with its share of the steps, if the others wait for it `WAIT` of the time, and
-        in all of at least `ENOUGH` steps, or in more than for one of two equal ranks by chance (one
-        half plus three standard deviations, 0.5 / sqrt(steps) each).
+        These are the mean seconds of a step, the speed, the shares of the phases, lines of advice,
+        and the slowest rank with its share of the steps, if the others wait for it `WAIT` of the
+        time, and in all of at least `ENOUGH` steps, or in more than for one of two equal ranks by
+        chance (one half plus three standard deviations, 0.5 / sqrt(steps) each).
         """
         total, steps, run = self._seconds["total"], self._steps, self._run
         if not total > 0:
@@ -59,6 +56,7 @@ class Costs:
         shares = {phase: value / whole for phase, value in parts.items()}
         shares["other"] = max(1 - sum(shares.values()), 0.0)
         found: dict[str, Any] = {"step_seconds": total / steps, "shares": shares, "idle": idle}
+        found["images_per_second"] = self._rows / total
         ((rank, times),) = self._slowest.most_common(1)
         often = times / steps >= min(0.5 + 1.5 / steps**0.5, 1.0)
         if is_named := steps >= ENOUGH and idle >= WAIT and often:
