@@ -103,6 +103,12 @@ def test_a_resumed_launch_cuts_the_record_back_and_is_told_anew(tmp_path):
     assert losses(history) == {n: 1 / n if n < 6 else 9.0 for n in range(1, 20)}
 
 
+def test_the_seconds_of_all_launches_are_added_without_those_between_them(tmp_path):
+    first, second = [run_line(time=100), step_line(1, time=103)], [run_line(time=200)]
+    run = make_run(tmp_path / "a", *first, *second, step_line(2, time=204), end_line(time=205))
+    assert hp.history(run).seconds == pytest.approx(8)
+
+
 OTHER = run_line(time=1e9) + b"".join(step_lines(1, 7, time=1e9))
 
 

@@ -80,13 +80,14 @@ def test_a_run_that_is_not_there_yet_is_waited_for_with_a_proposal(folder):
     assert other.startswith("first  done")
 
 
-def make_sweep(trained, folder, runs, **settings):
-    """Runs of a real network whose records are made up: losses of validations, training, test."""
+def make_sweep(trained, folder, runs, like="plain"):
+    """Runs that begin like a trained one; losses of validations, training, test are made up."""
+    facts = (trained.run(like) / FILE).read_bytes().splitlines(keepends=True)[0]
     for name, (validations, training, test) in runs.items():
         lines = [evaluation_line(1, loss=loss, accuracy=1 - loss) for loss in validations]
         lines.append(epoch_line(1, loss=training, accuracy=1 - training))
         lines.append(evaluation_line(1, "test", loss=test, accuracy=1 - test))
-        run = make_run(folder / name, run_line(settings=settings), *lines)
+        run = make_run(folder / name, facts, *lines)
         shutil.copy(trained.run("plain") / "model.safetensors", run)
     (folder / "sweep.toml").touch()
     return folder
@@ -101,7 +102,7 @@ def test_the_best_is_chosen_by_validation_and_never_by_the_test(trained, tmp_pat
     runs = {"a": ([0.2, 0.5], 0.1, 0.1), "b": ([0.6, 0.3], 0.4, 0.4), "c": ([], 0.0, 0.0)}
     assert best(make_sweep(trained, tmp_path / "last", runs)) == "b"  # a's last network is worse
     assert "validation accuracy 0.7" in capsys.readouterr().err
-    sweep = make_sweep(trained, tmp_path / "best", runs, final="best")
+    sweep = make_sweep(trained, tmp_path / "best", runs, like="tuned")  # with --final best
     assert best(sweep) == "a"
     (sweep / "a" / "model.safetensors").unlink()
     assert best(sweep) == "b"
@@ -110,9 +111,9 @@ def test_the_best_is_chosen_by_validation_and_never_by_the_test(trained, tmp_pat
 
 
 def test_without_validation_training_decides_and_denoising_goes_by_loss(trained, tmp_path):
-    for settings, chosen in (({}, "a"), ({"task": "denoise"}, "b")):
+    for like, chosen in (("plain", "a"), ("restored", "b")):
         runs = {"a": ([], 0.2, 0.1), "b": ([], 0.1, 0.4)}
-        sweep = make_sweep(trained, tmp_path / chosen, runs, **settings)
+        sweep = make_sweep(trained, tmp_path / like, runs, like)
         assert best(sweep) == "b"
         append(sweep / "a", epoch_line(2, loss=0.3, accuracy=0.99))
         assert best(sweep) == chosen
