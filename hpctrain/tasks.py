@@ -1,13 +1,7 @@
-"""Tasks, that is losses and figures, and the functions of the user's own that take part in them.
+"""The task of a network: its loss and figures, with the functions of the user's own.
 
-    pair(images, labels, key)          input and target of a batch: images (n, C, H, W) in the
-                                       network's scale, labels (n,)
-    task(model, inputs, targets)       differentiable loss of a batch, and its number of correct
-                                       predictions
-    evaluate(model, inputs, targets)   the sums of a batch for each figure, and its answers, if any
-
-All results are sums over samples, so that the parts of a batch or a split add up. A figure is the
-quotient of two sums: of values, and of their weights, which are 1 unless the figure is weighted.
+Losses and figures are sums over samples, so that the parts of a batch or a split add up. A figure
+is the quotient of two sums: of values, and of their weights, 1 unless the figure is weighted.
 
 The user's own functions, --loss, --metric and --augment, are described in docs/networks.md. Batches
 are cut into shards, and splits into blocks: the value of a sample must not depend on the others,
@@ -50,89 +44,68 @@ def network_output(model: Callable[[Tensor], Tensor], inputs: Tensor, precision:
 
 
 @dataclass(frozen=True)
-class Classification:
-    """Cross-entropy over classes; the target of an image is its label."""
+class Task:
+    """Classify images by cross-entropy, or restore noisy ones by mean squared error."""
 
     precision: str = "fp32"
+    classes: int = 0  # of the confusion matrix; 0: images are restored
     label_smoothing: float = 0.0
-    classes: int = 0  # of the confusion matrix
     weights: Tensor | None = None  # (classes,) of the classes in the loss; None = all alike
-    loss: Imported | None = None  # the user's own
-    metric: Imported | None = None  # the user's own
-
-    def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Return the images and their labels."""
-        return images, labels
-
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss sum and number of correct predictions of a batch, both on the device."""
-        scores = network_output(model, inputs, self.precision)  # (n, classes)
-        loss = self._loss(scores, targets, self.weights, self.label_smoothing)
-        return loss, (scores.detach().argmax(1) == targets).sum()
-
-    def evaluate(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Sums:
-        """Return the sums of the loss, without smoothing, and the answers."""
-        scores = network_output(model, inputs, self.precision)
-        sums = {"loss": _sums(self._loss(scores, targets, None), len(targets))}
-        if self.weights is not None:
-            weighted = self._loss(scores, targets, self.weights)
-            total = self.weights[targets].sum()
-            sums = {"loss": _sums(weighted, total), "unweighted_loss": sums["loss"]}
-        if self.metric:
-            found = compute_metric(self.metric, scores, targets)
-            sums |= {name: figure.sum(1) for name, figure in found.items()}
-        answers = scores.argmax(1)
-        probabilities = scores.softmax(1).gather(1, answers[:, None]).squeeze(1)
-        return sums | {ANSWERS: torch.stack([answers.double(), probabilities.double()])}
-
-    def _loss(
-        self, scores: Tensor, targets: Tensor, weights: Tensor | None, smoothing: float = 0.0
-    ) -> Tensor:
-        """Return the sum of the samples' losses, weighted by class if there are `weights`."""
-        if self.loss:
-            losses = compute_losses(self.loss, scores, targets)
-            return (losses if weights is None else losses * weights[targets]).sum()
-        return F.cross_entropy(scores, targets, weights, reduction="sum", label_smoothing=smoothing)
-
-
-@dataclass(frozen=True)
-class Denoising:
-    """Mean squared error of the image that the network restores from a noisy one."""
-
-    precision: str = "fp32"
     noise: str = "salt-pepper"
     level: float = 0.1
     loss: Imported | None = None  # the user's own
     metric: Imported | None = None  # the user's own
-    classes, weights = 0, None  # no confusion matrix, nothing to weigh
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Return the images with noise drawn by `key`, and the clean images."""
+        """Return input and target of a batch: images (n, C, H, W) in the network's scale and labels
+        (n,), or these images with noise drawn by `key`, and without.
+        """
+        if self.classes:
+            return images, labels
         return add_noise(images, self.noise, self.level, random_key(key, "noise")), images
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the samples' losses; no prediction counts as correct."""
-        restored = network_output(model, inputs, self.precision)
-        return self._loss(restored, targets), inputs.new_zeros((), dtype=torch.int64)
+        """Return the sums of losses and of correct predictions of a batch, both on the device."""
+        outputs = network_output(model, inputs, self.precision)  # (n, classes) or (n, C, H, W)
+        loss = self._loss(outputs, targets, self.weights, self.label_smoothing)
+        if self.classes:
+            return loss, (outputs.detach().argmax(1) == targets).sum()
+        return loss, inputs.new_zeros((), dtype=torch.int64)
 
     def evaluate(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Sums:
-        """Return the sums of losses after and before restoration."""
-        restored = network_output(model, inputs, self.precision)
-        losses = {"loss": self._loss(restored, targets), "noisy": self._loss(inputs, targets)}
-        sums = {name: _sums(loss, len(targets)) for name, loss in losses.items()}
+        """Return the sums of a batch for each figure, and a classifier's answers."""
+        outputs = network_output(model, inputs, self.precision)
+        sums = {"loss": _sums(self._loss(outputs, targets), len(targets))}
+        if self.weights is not None:
+            weighted = self._loss(outputs, targets, self.weights)
+            sums["unweighted_loss"] = sums["loss"]
+            sums["loss"] = _sums(weighted, self.weights[targets].sum())
+        if not self.classes:
+            sums["noisy"] = _sums(self._loss(inputs, targets), len(targets))
         if self.metric:
-            found = compute_metric(self.metric, restored, targets)
+            found = compute_metric(self.metric, outputs, targets)
             sums |= {name: figure.sum(1) for name, figure in found.items()}
+        if self.classes:
+            answers = outputs.argmax(1)
+            probabilities = outputs.softmax(1).gather(1, answers[:, None]).squeeze(1)
+            sums[ANSWERS] = torch.stack([answers.double(), probabilities.double()])
         return sums
 
-    def _loss(self, images: Tensor, clean: Tensor) -> Tensor:
-        """Return the sum of the samples' losses, by default their mean squared errors."""
+    def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the probabilities (n, classes), or the restored images (n, H, W, C)."""
+        outputs = network_output(model, inputs, self.precision)
+        return (outputs.softmax(1) if self.classes else outputs.permute(0, 2, 3, 1)).float()
+
+    def _loss(
+        self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None, smooth: float = 0.0
+    ) -> Tensor:
+        """Return the sum of the samples' losses, weighted by class if there are `weights`."""
         if self.loss:
-            return compute_losses(self.loss, images, clean).sum()
-        return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
-
-
-Task = Classification | Denoising
+            losses = compute_losses(self.loss, outputs, targets)
+            return (losses if weights is None else losses * weights[targets]).sum()
+        if not self.classes:
+            return F.mse_loss(outputs, targets, reduction="sum") / targets[0].numel()
+        return F.cross_entropy(outputs, targets, weights, reduction="sum", label_smoothing=smooth)
 
 
 def _sums(values: Tensor, weights: Tensor | int) -> Tensor:
@@ -145,10 +118,8 @@ def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
     """Return a copy of images (n, C, H, W) in [0, 1] with noise.
 
     "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
-    normal deviate of standard deviation `level` is added and the sum clamped to [0, 1].
-
-    The noise depends on `key`, shape and device alone. GPUs draw other numbers than CPUs, and those
-    of another model may draw others, too.
+    normal deviate of standard deviation `level` is added and the sum clamped to [0, 1]. The noise
+    depends on `key`, shape and model of the device alone.
     """
     generator = torch.Generator(images.device).manual_seed(key)
     draw = torch.randn if kind == "gaussian" else torch.rand
@@ -172,12 +143,16 @@ def make_task(
     The task computes on the device and in the dtype of `like`, a parameter of the network. Its
     loss is hpctrain's unless another is given, whatever the settings name.
     """
-    precision = settings["precision"]
-    if settings["task"] == "denoise":
-        return Denoising(precision, settings["noise"], settings["noise_level"], loss, metric)
-    weights = like.new_tensor(given) if (given := settings["class_weights"]) else None
-    smoothing = settings.get("label_smoothing", 0.0)
-    return Classification(precision, smoothing, classes, weights, loss, metric)
+    return Task(
+        precision=settings["precision"],
+        classes=0 if settings["task"] == "denoise" else classes,
+        label_smoothing=settings.get("label_smoothing", 0.0),
+        weights=like.new_tensor(given) if (given := settings["class_weights"]) else None,
+        noise=settings["noise"],
+        level=settings["noise_level"],
+        loss=loss,
+        metric=metric,
+    )
 
 
 def output_shape(task: str, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
@@ -258,10 +233,8 @@ def augment_by(own: Imported, prepare: Prepare, images: Tensor, key: int) -> Ten
     if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != wanted:
         text = f"{wanted[1]} on {wanted[2]}, shape {tuple(wanted[0])}"
         raise UsageError(f"{own.setting} must return images like those that it is given: {text}")
-    if found.stride() != strides:  # convolutions read the memory format of the network
-        empty = torch.empty_strided(wanted[0], strides, dtype=wanted[1], device=wanted[2])
-        return empty.copy_(found)
-    return found
+    # Convolutions read the memory format of the network.
+    return found if found.stride() == strides else torch.empty_like(images).copy_(found)
 
 
 # Tests of these functions before their first use

@@ -120,7 +120,7 @@ __all__ += ["Permutation", "make_order"]
 
 # Training steps: what is checked before the first one and after each
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
-from hpctrain.tasks import Classification
+from hpctrain.tasks import Task
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
@@ -133,7 +133,7 @@ def make_gradients(model, message, compiled=False, recorder=None):
     """Return the function that adds a batch's gradients to the message, compiled, or replayed from
     what a recorder of graphs made of it.
     """
-    backward = (Compiled if compiled else Eager)(model, Classification(), message)
+    backward = (Compiled if compiled else Eager)(model, Task(classes=1), message)
     return Graphs(backward, recorder) if recorder else backward
 
 
