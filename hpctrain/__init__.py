@@ -33,8 +33,7 @@ _NAMES = {  # of the public API, by module
     "data.split": ("Split",),
     "errors": ("RunError", "UsageError"),
     "inference.evaluate": ("Evaluation",),
-    "inference.images": ("Predictions",),
-    "inference.network": ("TrainedNetwork", "load"),
+    "inference.trained": ("Predictions", "TrainedNetwork", "load"),
     "models": ("build",),
     "packing.write": ("write_pack",),
     "parallel.batchnorm": ("BatchNorms",),
@@ -64,9 +63,9 @@ if TYPE_CHECKING:  # "as" exports a name
     from hpctrain.errors import RunError as RunError
     from hpctrain.errors import UsageError as UsageError
     from hpctrain.inference.evaluate import Evaluation as Evaluation
-    from hpctrain.inference.images import Predictions as Predictions
-    from hpctrain.inference.network import TrainedNetwork as TrainedNetwork
-    from hpctrain.inference.network import load as load
+    from hpctrain.inference.trained import Predictions as Predictions
+    from hpctrain.inference.trained import TrainedNetwork as TrainedNetwork
+    from hpctrain.inference.trained import load as load
     from hpctrain.models import build as build
     from hpctrain.packing.write import write_pack as write_pack
     from hpctrain.parallel.batchnorm import BatchNorms as BatchNorms

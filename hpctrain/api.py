@@ -1,7 +1,7 @@
 """Runs and trained networks in Python, by `import hpctrain as hp`; docs/python.md has examples.
 
 `train` and `evaluate` use all ranks that a launcher started, or one. `load`
-(``inference/network.py``) and `history` work in a single process without MPI.
+(``inference/trained.py``) and `history` work in a single process without MPI.
 """
 
 from __future__ import annotations

@@ -10,46 +10,33 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hpctrain.config import (
-    EvaluateConfig,
-    NetworkConfig,
-    PredictConfig,
-    require_trust,
-)
+from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.data.pack import External, Pack, is_pack, read_pack
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
-from hpctrain.inference.network import Inference, TrainedNetwork, find_model, require_split
+from hpctrain.inference.network import Answer, Inference, find_model, require_split
 from hpctrain.packing.builtin import locate
+from hpctrain.parallel import mpi
 from hpctrain.parallel.device import torch_settings
-from hpctrain.parallel.mpi import Comm, agreed, allgather, fair_threads, on_all, on_root
-from hpctrain.parallel.reduce import allreduce
+from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.parallel.transport import open_device
-from hpctrain.report.results import Confusion, print_evaluation, write_json
+from hpctrain.report import results
 from hpctrain.tasks import ANSWERS, TAKEN, import_own
 from hpctrain.text import brief, say
-from hpctrain.watchdog import started
+from hpctrain.watchdog import started, waiting
 
 if TYPE_CHECKING:
-    from hpctrain.inference.images import Images
-
-
-class Answer(NamedTuple):
-    """The network's answer to one image."""
-
-    row: int  # of the split, or of the list of files
-    label: int | None  # true class, if known
-    prediction: int  # class with the largest probability
-    probability: float
+    from hpctrain.inference.trained import Images, TrainedNetwork
 
 
 @dataclass(frozen=True)
@@ -57,37 +44,25 @@ class Evaluation:
     """The results over one split."""
 
     rows: int
+    loss: float
+    accuracy: float | None  # None: the network restores images
+    balanced_accuracy: float | None  # the mean recall of the classes that have samples in the split
     means: dict[str, float]  # over samples, of the task's figures
     metrics: dict[str, float]  # figures of --metric
-    counts: Confusion | None  # by true and predicted class
+    counts: results.Confusion | None  # by true and predicted class
     mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
     classes: tuple[str, ...]  # names of the K classes
-
-    @property
-    def loss(self) -> float:
-        return self.means["loss"]
 
     @property
     def confusion(self) -> np.ndarray | None:
         """The matrix (K, K) int64: class i predicted as class j; None for over 2,048 classes."""
         return None if self.counts is None else self.counts.matrix
 
-    @property
-    def accuracy(self) -> float | None:
-        return None if self.counts is None else float(self.counts.by_class()[2].sum()) / self.rows
-
-    @property
-    def balanced_accuracy(self) -> float | None:
-        """The mean recall of the classes that have samples in the split."""
-        if self.counts is None:
-            return None
-        true, _, right = self.counts.by_class()
-        return float((right[true > 0] / true[true > 0]).mean())
-
-    def figures(self) -> dict[str, Any]:
-        """Return the figures as they are recorded and written."""
+    def figures(self, balanced: bool = True) -> dict[str, Any]:
+        """Return the figures as they are recorded and written; `balanced`: that accuracy, too."""
         own = {"metrics": self.metrics} if self.metrics else {}
-        return {"rows": self.rows, **self.means, "accuracy": self.accuracy, **own}
+        figures = {"rows": self.rows, **self.means, "accuracy": self.accuracy, **own}
+        return figures | ({"balanced_accuracy": self.balanced_accuracy} if balanced else {})
 
 
 def evaluate(
@@ -99,14 +74,15 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate a network in its task over all samples of a split. Collective.
 
-    The result includes the `kept` most confident mistakes. `go_on` is called before each block; if
-    it returns False on any rank, that rank's other blocks are skipped, and all ranks return None.
-    Raises RunError on all ranks for samples that are corrupt or not finite, and UsageError if the
-    metric did not name the same figures for all blocks.
+    The result includes the `kept` most confident mistakes, of equal ones the first rows. `go_on` is
+    called before each block; if it returns False on any rank, that rank's other blocks are skipped,
+    and all ranks return None. Raises RunError on all ranks for samples that are corrupt or not
+    finite, and UsageError if the metric did not name the same figures for all blocks.
     """
     task, blocks = inference.task, inference.blocks(len(split))
     numbers = range(blocks * comm.rank // comm.size, blocks * (comm.rank + 1) // comm.size)
-    counts, sums, bad, mistakes = Confusion(task.classes), [], Bad(), list[Answer]()
+    counts, sums, bad, mistakes = results.Confusion(task.classes), [], Bad(), list[Answer]()
+    most_confident = partial(heapq.nsmallest, kept, key=lambda each: (-each.probability, each.row))
     with on_all(comm):
         compute = partial(task.evaluate, inference.model)
         for block, found in inference.outputs(split, numbers, compute, go_on):
@@ -115,10 +91,8 @@ def evaluate(
                 answers, sure = found.pop(ANSWERS)
                 answers = answers.astype(np.int64)
                 counts.add(block.labels, answers)
-                each = block.rows, block.labels, answers, sure
-                wrong = answers != block.labels
-                mistakes += map(Answer, *(values[wrong].tolist() for values in each))
-                mistakes = most_confident(mistakes, kept)
+                mistakes += block.answers(answers, sure, answers != block.labels)
+                mistakes = most_confident(mistakes)
             sums.append({name: pair.tolist() for name, pair in found.items()})
     parts = allgather(comm, (sums, bad, mistakes))
     if text := describe_first(part[1] for part in parts):
@@ -129,27 +103,25 @@ def evaluate(
     if (own := task.metric) and len({frozenset(each) for each in of_blocks}) > 1:
         text = "did not give the same figures for each part of the split"
         raise agreed(UsageError(f"{own.setting} {text}"))
-    if task.classes:
-        summed = counts.counts.astype(np.float64)  # exact up to 2^53 samples
-        allreduce(comm, summed)
-        counts.counts = summed.astype(np.int64)
+    with waiting():
+        comm.Allreduce(mpi.MPI.IN_PLACE, counts.counts)
     figures = {}
     for name in of_blocks[0]:
         total, weight = map(math.fsum, zip(*(each[name] for each in of_blocks), strict=True))
         figures[name] = total / weight if weight else math.nan
+    true, _, right = counts.by_class()
+    recalls = right[true > 0] / true[true > 0]
     return Evaluation(
         rows=len(split),
+        loss=figures["loss"],
+        accuracy=float(right.sum()) / len(split) if task.classes else None,
+        balanced_accuracy=float(recalls.mean()) if task.classes else None,
         means={name: value for name, value in figures.items() if name in TAKEN},
         metrics={name: value for name, value in figures.items() if name not in TAKEN},
         counts=counts if task.classes else None,
-        mistakes=most_confident([each for part in parts for each in part[2]], kept),
+        mistakes=most_confident([each for part in parts for each in part[2]]),
         classes=split.pack.classes,
     )
-
-
-def most_confident(answers: list[Answer], count: int) -> list[Answer]:
-    """Return the `count` answers of the largest probability; of equal ones the first rows."""
-    return heapq.nsmallest(count, answers, lambda each: (-each.probability, each.row))
 
 
 # The subcommand
@@ -162,44 +134,59 @@ def main(settings: EvaluateConfig, comm: Comm) -> int:
     return 0
 
 
-def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> TrainedNetwork:
-    """Load the network that the settings name onto this rank's device. Collective."""
+@contextmanager
+def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork]:
+    """Load the network that the settings name onto this rank's device. Collective.
+
+    In the block, torch has the settings of its precision.
+    """
+    from hpctrain.inference.trained import TrainedNetwork  # imports Pillow
+
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
     device = open_device(comm, settings.device)
-    torch.set_num_threads(settings.threads or fair_threads(comm))  # launchers set 1 or all cores
+    torch.set_num_threads(settings.threads or mpi.fair_threads(comm))  # launchers set 1 or all
     how = settings.trust_code, settings.precision, settings.batch_size
     with on_all(comm):
-        return TrainedNetwork(path, device, *how)
+        network = TrainedNetwork(path, device, *how)
+    # With algorithms chosen by timing, the figures would depend on the ranks.
+    with torch_settings(network.inference.task.precision, benchmark=False):
+        yield network
 
 
-def find_pack(network: TrainedNetwork, settings: NetworkConfig) -> Pack:
-    """Open the pack of --data, by default the one of training (rank 0).
+def open_split(network: TrainedNetwork, settings: NetworkConfig, comm: Comm) -> Split:
+    """Open the split of --data, by default of the pack of training. Collective.
 
-    Raises UsageError if there is none, or if it is not like the one of training.
+    Raises UsageError if there is none, or if the pack is not like the one of training.
     """
-    known = network.metadata
-    if not settings.data and not Path(known["pack"]).is_file():
-        what = f"the pack that {network.path} was trained on, {known['pack']},"
-        raise UsageError(f"{what} is gone: give --data")
-    path = locate(settings.data or known["pack"], settings.cache_dir)
-    if known["external"] is None or is_pack(path):
-        pack = read_pack(path)
-    else:
-        from hpctrain.data.external import read_external  # imports h5py
 
-        pack = read_external(path, External(**known["external"]))
-    require_split(pack, settings.split)
-    for what, here, trained in (
-        ("images of shape", pack.image_shape, network.image_shape),
-        ("classes", pack.classes, network.classes),
-        ("uuid", pack.uuid, pack.uuid if settings.data else known["pack_uuid"]),
-    ):
-        if here != trained:
-            raise UsageError(
-                f"{pack.path} is not the pack that {network.path} was trained on, nor like it:"
-                f" {what} {brief(here)}, not {brief(trained)}; give --data"
-            )
-    return pack
+    def find_pack() -> Pack:
+        known = network.metadata
+        if not settings.data and not Path(known["pack"]).is_file():
+            what = f"the pack that {network.path} was trained on, {known['pack']},"
+            raise UsageError(f"{what} is gone: give --data")
+        path = locate(settings.data or known["pack"], settings.cache_dir)
+        if known["external"] is None or is_pack(path):
+            pack = read_pack(path)
+        else:
+            from hpctrain.data.external import read_external  # imports h5py
+
+            pack = read_external(path, External(**known["external"]))
+        require_split(pack, settings.split)
+        for what, here, trained in (
+            ("images of shape", pack.image_shape, network.image_shape),
+            ("classes", pack.classes, network.classes),
+            ("uuid", pack.uuid, pack.uuid if settings.data else known["pack_uuid"]),
+        ):
+            if here != trained:
+                raise UsageError(
+                    f"{pack.path} is not the pack that {network.path} was trained on, nor like it:"
+                    f" {what} {brief(here)}, not {brief(trained)}; give --data"
+                )
+        return pack
+
+    pack = on_root(comm, find_pack)
+    with on_all(comm):
+        return Split(pack, settings.split)
 
 
 def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:
@@ -207,41 +194,39 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
 
     Tables are `printed` before, so that a full disk does not lose what was computed.
     """
-    network = open_network(settings, comm)
-    inference, path, known = network.inference, network.path, network.metadata
-    if settings.mistakes and not inference.task.classes:
-        raise agreed(UsageError("--mistakes shows wrong classes, and this network restores images"))
-    pack = on_root(comm, find_pack, network, settings)
-    of_file = {"loss": known["own_loss"], "metric": known["own_metric"]}
-    own = {name: getattr(settings, name) or of_file[name] for name in of_file}
-    with on_all(comm):
-        untrusted = {name: own[name] for name in own if not getattr(settings, name)}
-        require_trust(untrusted, path, settings.trust_code)
-        of_user: Any = {name: import_own(own[name], f"--{name}") for name in own}
-        source = Split(pack, settings.split)
-    inference = inference._replace(task=replace(inference.task, **of_user))
-    # With algorithms chosen by timing, the figures would depend on the ranks.
-    with source, torch_settings(inference.task.precision, benchmark=False):
-        result = evaluate(inference, source, comm, kept=settings.mistakes)
-        assert result is not None  # no block was skipped
+    with open_network(settings, comm) as network:
+        inference, path = network.inference, network.path
+        if settings.mistakes and not inference.task.classes:
+            text = "--mistakes shows wrong classes, and this network restores images"
+            raise agreed(UsageError(text))
+        own = {n: getattr(settings, n) or network.metadata[n] for n in ("loss", "metric")}
+        with open_split(network, settings, comm) as split:
+            with on_all(comm):
+                untrusted = {name: own[name] for name in own if not getattr(settings, name)}
+                require_trust(untrusted, path, settings.trust_code)
+                of_user: Any = {name: import_own(own[name], f"--{name}") for name in own}
+            inference = inference._replace(task=replace(inference.task, **of_user))
+            result = evaluate(inference, split, comm, kept=settings.mistakes)
+            assert result is not None  # no block was skipped
 
-        def write() -> None:
-            if printed:
-                loss = "loss" if settings.loss else "mean squared error"
-                figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
-                print_evaluation(figures, result.counts, pack.classes, settings.split, loss)
-            if result.mistakes:
-                picture = picture_path(settings.output, path.with_name("mistakes.png"))
-                lines = draw_answers(picture, source, result.mistakes, pack.classes)
-                total = result.rows - round(result.rows * (result.accuracy or 0))
-                last = f"{picture}: the {len(lines):,} most confident of {total:,} mistakes"
-                say("\n".join([*lines, last]))
-            elif settings.mistakes:
-                say(f"{settings.split}: no mistakes to draw")
-            if settings.output:
-                write_evaluation(Path(settings.output), result, pack, path, settings.split)
+            def write() -> None:
+                if printed:
+                    loss = "loss" if own["loss"] else "mean squared error"
+                    of_split = result.counts, result.classes, settings.split, loss
+                    results.print_evaluation(result.figures(), *of_split)
+                if result.mistakes:
+                    picture = picture_path(settings.output, path.with_name("mistakes.png"))
+                    lines = draw_answers(picture, split, result.mistakes, result.classes)
+                    total = result.rows - round(result.rows * (result.accuracy or 0))
+                    last = f"{picture}: the {len(lines):,} most confident of {total:,} mistakes"
+                    say("\n".join([*lines, last]))
+                elif settings.mistakes:
+                    say(f"{settings.split}: no mistakes to draw")
+                if settings.output:
+                    what = result, split.pack, path, settings.split
+                    write_evaluation(Path(settings.output), *what)
 
-        on_root(comm, write)
+            on_root(comm, write)
     return result
 
 
@@ -253,29 +238,22 @@ def draw_answers(
     Captions are the image's name, the true class if it is known, and the predicted class and its
     probability; these two are red if the answer is wrong. Returns them, one line for each image.
     """
-    from hpctrain.report.results import draw_captioned, shown_values, write_image  # imports Pillow
-
-    rows = np.array([each.row for each in answers], np.int64)
-    images, captions, lines = np.empty((len(rows), *source.image_shape), source.dtype), [], []
+    rows = np.array([each.row for each in answers])
+    images, captions, wrong = np.empty((len(rows), *source.image_shape), source.dtype), [], []
     source.gather(rows, images, bad=Bad())
-    for row, label, prediction, probability in answers:
-        name = source.source_of(row) or f"row {row}"
+    for number, (row, label, prediction, probability) in enumerate(answers):
         true = () if label is None else (f"true: {classes[label]}",)
         answer = f"answer: {classes[prediction]}", f"{100 * probability:.1f} %"
-        captions.append((PurePath(name).name, *true, *answer))
-        lines.append(", ".join((name, *true, *answer)))
-    wrong = [n for n, each in enumerate(answers) if each.label not in (None, each.prediction)]
-    write_image(path, draw_captioned(shown_values(images), captions, wrong))
-    return lines
+        captions.append((source.source_of(row) or f"row {row}", *true, *answer))
+        wrong += [number] * (label not in (None, prediction))
+    short = [(PurePath(name).name, *answer) for name, *answer in captions]
+    results.write_image(path, results.draw_captioned(results.shown_values(images), short, wrong))
+    return [", ".join(caption) for caption in captions]
 
 
 def picture_path(output: str | None, default: Path) -> Path:
     """Return the name of the picture beside the file --output, or `default` if there is none."""
-    if output in (None, "-"):
-        return default
-    path = Path(str(output))
-    is_table = path.suffix.lower() in (".csv", ".json")
-    return path.with_suffix(".png") if is_table else Path(f"{path}.png")
+    return default if output in (None, "-") else Path(str(output)).with_suffix(".png")
 
 
 def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, split: str) -> None:
@@ -286,8 +264,7 @@ def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, sp
         "pack_uuid": pack.uuid,
         "split": split,
         **result.figures(),
-        "balanced_accuracy": result.balanced_accuracy,
-        "classes": list(pack.classes),
+        "classes": list(result.classes),
         **(result.counts.as_json() if result.counts else {"confusion": None}),
     }
-    write_json(path, figures)
+    results.write_json(path, figures)

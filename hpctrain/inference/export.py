@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from hpctrain.config import ExportConfig
 from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.files import whole_file, writing
-from hpctrain.inference.network import TrainedNetwork, find_model
+from hpctrain.inference.network import find_model
+from hpctrain.inference.trained import TrainedNetwork
 from hpctrain.parallel.device import place
 from hpctrain.tasks import network_output
 from hpctrain.text import say

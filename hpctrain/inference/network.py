@@ -1,8 +1,7 @@
-"""A trained network: its file, model.safetensors, and the loop that passes images through it.
+"""The file of a trained network, model.safetensors, and the loop that passes images through one.
 
-The file holds everything needed to use the network again. Its metadata (JSON values) are the
-network's name and options, image shape (H, W, C), class names, input mean and standard deviation,
-the pack it was trained on, the run, the step and its figures.
+The file holds everything needed to use the network again. `describe` writes its metadata (JSON
+values), which ``trained.py`` reads.
 
 Images pass through the network in fixed blocks, while a thread reads one block ahead. Random
 numbers that are drawn for a block depend on its number only: equal weights have equal figures at
@@ -11,11 +10,9 @@ any step, in any run, on any number of ranks.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,78 +21,79 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import __version__
-from hpctrain.cluster import launched_local_rank
-from hpctrain.config import Config, from_table, load_toml, require_trust
-from hpctrain.config.functions import one_line
-from hpctrain.data.loader import Prefetcher, Prepare, make_prepare
+from hpctrain.data.loader import Prefetcher, Prepare
 from hpctrain.data.pack import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
-from hpctrain.models import build, evaluating, load_weights, read_model
-from hpctrain.parallel.device import choose_device, fork_rng, place, seed_torch, torch_settings
-from hpctrain.plan import Plan
+from hpctrain.models import evaluating
+from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.report import find
 from hpctrain.streams import Event, Upload, copy_to_device, copy_to_host
-from hpctrain.tasks import Task, make_task
+from hpctrain.tasks import Task
 from hpctrain.text import say
 from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
-    from hpctrain.inference.images import Images, Predictions
+    from hpctrain.inference.trained import Images
+    from hpctrain.training.run import Run
+
+SETTINGS = ("small_stem", "task", "noise", "noise_level", "channels_last", "loss", "metric")
+PLANNED = ("model", "image_shape", "pack_uuid", "precision", "evaluation_rows", "class_weights")
+OF_PACK = ("classes", "provenance", "external")
 
 
-def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a network; `state` holds its run, step and figures."""
-    options = ("small_stem", "task", "noise", "noise_level", "channels_last")
-    mean, std = plan.scaling or (None, None)
+def describe(run: Run) -> dict[str, Any]:
+    """Return the metadata of the network that the model of a run holds."""
+    reached, (mean, std) = run.progress.network, run.plan.scaling or (None, None)
     return {
         "hpctrain": __version__,
-        "model": plan.model,
-        **{name: getattr(config, name) for name in options},
-        "image_shape": plan.image_shape,
-        "classes": pack.classes,
+        **{name: getattr(run.config, name) for name in SETTINGS},
+        **{name: getattr(run.plan, name) for name in PLANNED},
+        **{name: getattr(run.pack, name) for name in OF_PACK},
         "mean": mean,
         "std": std,
-        "pack": str(Path(pack.path).resolve()),
-        "pack_uuid": pack.uuid,
-        "provenance": pack.provenance,
-        "external": pack.external,
-        "precision": plan.precision,
-        "evaluation_rows": plan.evaluation_rows,
-        "class_weights": plan.class_weights,
-        "own_loss": config.loss,
-        "own_metric": config.metric,
-        **state,
+        "pack": str(Path(run.pack.path).resolve()),
+        "run": run.folder.name,
+        "step": reached.step,
+        "epoch": reached.epoch,
+        "figures": dict(reached.figures),  # which training changes while they are written
     }
 
 
 def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
     """Find the .safetensors file of a run by its name or folder, or given as a file.
 
-    With `best`, `target` is a sweep, and the file is that of its best run, which is printed. Raises
+    With `best`, `target` may be a sweep: the file is that of its best run, which is printed. Raises
     UsageError if there is none.
     """
     for path in (Path(runs_dir) / target, Path(target)):
-        file = path / find.NETWORK_FILE
         if (path / find.SWEEP_FILE).is_file():
             if not best:
                 raise UsageError(f"{path} is a sweep: name one of its runs, or give --best")
             run, why = find.best_run(path)
             say(f"best of {path}: {run.name}, by {why}", sys.stderr)
-            return run / file.name
-        if best or not path.exists():
-            continue
-        if path.is_file() or file.is_file():
-            return path if path.is_file() else file
-        if not (better := find.best_steps(path)):
+            return run / find.NETWORK_FILE
+        for file in (path, path / find.NETWORK_FILE):
+            if file.is_file():
+                return file
+        if steps := find.best_steps(path):
+            say(f"{path} has not ended: its best network so far", sys.stderr)
+            return find.best_file(path, steps[-1])
+        if path.exists():
             text = "the run has not ended; its command continues it"
-            raise UsageError(f"{path} holds no {file.name}: {text}")
-        say(f"{path} has not ended: its best network so far", sys.stderr)
-        return find.best_file(path, better[-1])
-    what, other = ("sweep", "folder") if best else ("run", "file")
+            raise UsageError(f"{path} holds no {find.NETWORK_FILE}: {text}")
     near = find.propose_run(target, runs_dir)
-    raise UsageError(f"there is no {what} {target!r} in {runs_dir} and no such {other}{near}")
+    raise UsageError(f"there is no run {target!r} in {runs_dir}, and no such file{near}")
+
+
+class Answer(NamedTuple):
+    """The network's answer to one image."""
+
+    row: int  # of the split, or of the list of files
+    label: int | None  # true class, if known
+    prediction: int  # class with the largest probability
+    probability: float
 
 
 class Block(NamedTuple):
@@ -105,6 +103,14 @@ class Block(NamedTuple):
     rows: np.ndarray  # (n,)
     labels: np.ndarray | None  # (n,); None: not known
     bad: Bad  # rows that cannot be used, and why
+
+    def answers(
+        self, predictions: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
+    ) -> Iterator[Answer]:
+        """Return the answers to the `chosen` images, of the predictions for all, (n,) each."""
+        labels = np.full(len(self.rows), None) if self.labels is None else self.labels
+        columns = self.rows, labels, predictions, probabilities
+        return map(Answer, *(column[chosen].tolist() for column in columns))
 
 
 class Inference(NamedTuple):
@@ -118,6 +124,28 @@ class Inference(NamedTuple):
     def blocks(self, samples: int) -> int:
         """Return the number of blocks of so many samples."""
         return -(-samples // self.rows)
+
+    def answers(
+        self, source: Split | Images, numbers: Iterable[int]
+    ) -> Generator[tuple[Block, np.ndarray], None, None]:
+        """Yield blocks with their usable rows only, and what the network answers to these.
+
+        These are the probabilities (n, K), or the restored images (n, H, W, C), of float32. Rows
+        of which an answer is not finite are unusable, too.
+        """
+
+        def compute(inputs: Tensor, *targets: Tensor) -> dict[str, Tensor]:
+            return {"answers": self.task.answer(self.model, inputs)}
+
+        for block, found in self.outputs(source, numbers, compute):
+            answers = found["answers"]
+            finite = np.isfinite(answers).reshape(len(answers), -1).all(axis=1)
+            for row in block.rows[~finite].tolist():
+                name = source.source_of(row) or f"row {row}"
+                block.bad.setdefault(row, f"{name}: the network's answer is not finite")
+            usable = ~np.isin(block.rows, list(block.bad))
+            labels = None if block.labels is None else block.labels[usable]
+            yield block._replace(rows=block.rows[usable], labels=labels), answers[usable]
 
     @torch.no_grad()
     def outputs(
@@ -168,135 +196,6 @@ class Inference(NamedTuple):
             closing(Prefetcher(load, numbers)) as loaded,  # also if a traceback keeps this frame
         ):
             yield from copy_to_host(computed(loaded), device)
-
-
-def load(
-    run: str | os.PathLike[str],
-    *,
-    trust_code: bool = False,
-    runs_dir: str | os.PathLike[str] = "runs",
-    device: str | torch.device = "auto",
-    best: bool = False,
-) -> TrainedNetwork:
-    """Load a trained network, in this process alone and without MPI.
-
-    `run` is the name or the folder of a run, a .safetensors file, or with `best` a sweep, of which
-    the best network is loaded. With `trust_code`, functions of your own that the files of the run
-    name are imported, such as its network. `device` is "auto", "cpu", "cuda", "cuda:N" or a
-    torch.device. Raises UsageError, or for a device that is not there what torch raises.
-    """
-    path, name = find_model(os.fspath(run), os.fspath(runs_dir), best), str(device)
-    if name in ("auto", "cpu", "cuda"):
-        return TrainedNetwork(path, choose_device(name, launched_local_rank()), trust_code)
-    return TrainedNetwork(path, torch.device(name), trust_code)
-
-
-class TrainedNetwork:
-    """A trained network, as `load` returns it."""
-
-    def __init__(
-        self,
-        path: Path,
-        device: torch.device,
-        trust_code: bool = False,
-        precision: str | None = None,
-        rows: int | None = None,
-    ) -> None:
-        """Read the network of a file; precision and rows of a block default to those of its run.
-
-        Raises UsageError for a file not written by hpctrain, and if it names a function of the
-        user's own without `trust_code`.
-        """
-        state, known = read_model(path)
-        try:
-            name, last, settings = known["model"], known["channels_last"], {**known}
-            shape, classes = tuple(known["image_shape"]), tuple(known["classes"])
-            require_trust({"model": name}, path, trust_code)
-            with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
-                model = build(name, shape, len(classes), known["small_stem"])
-        except (KeyError, TypeError, ValueError) as error:
-            why = "" if isinstance(error, KeyError) else f" ({one_line(error)})"
-            raise UsageError(
-                f"{path} holds weights but not the network they belong to{why}: it was not written"
-                " at the end of a run"
-            ) from error
-        load_weights(model, state, path)
-        self.path, self.device, self._trust_code = path, device, trust_code
-        self.model: nn.Module = place(model.eval(), device, last)  # plain torch
-        self.classes: tuple[str, ...] = classes
-        self.image_shape: tuple[int, int, int] = shape  # (H, W, C)
-        #: All that the file holds: names of the network and the pack, step, figures and so on.
-        self.metadata: dict[str, Any] = known
-        like, scaling = next(model.parameters()), known["mean"] and (known["mean"], known["std"])
-        settings["precision"] = precision or known["precision"]
-        task = make_task(settings, len(classes), like)
-        prepare = make_prepare(device, like.dtype, last, scaling)
-        self.inference = Inference(model, task, prepare, rows or known["evaluation_rows"])
-
-    def __repr__(self) -> str:
-        height, width, channels = self.image_shape
-        what = f"{self.metadata['model']}, images {width}x{height}x{channels}"
-        return f"<TrainedNetwork {self.path}: {what}, {len(self.classes)} classes, {self.device}>"
-
-    @cached_property
-    def config(self) -> Config | None:
-        """The settings of the run; None for a file that does not lie in the folder of a run.
-
-        Raises UsageError if they cannot be read, or name functions of the user's own without
-        `trust_code`: ``train`` would import them.
-        """
-        path = self.path.with_name(find.SETTINGS_FILE)
-        if not path.is_file():
-            return None
-        config = from_table(load_toml(str(path)), Config(), str(path))
-        require_trust(vars(config), path, self._trust_code)
-        return config
-
-    def preprocess(self, images: Any) -> torch.Tensor:
-        """Return images as the input of `model`, (N, C, H, W) on its device.
-
-        They are resized as for the pack of the training, and scaled as in the training. `images`
-        are files or folders, or an array (N, H, W, C) of uint8, (N, H, W) of gray images, one image
-        (H, W, C) or (H, W), an image of Pillow, or a list of images of any sizes. Floats in [0, 1]
-        must have the network's size. Raises UsageError, and RunError for files that are no images.
-        """
-        from hpctrain.inference.images import open_images, refuse_unusable  # imports Pillow
-
-        opened, bad = open_images(self, images), Bad()
-        pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
-        opened.gather(np.arange(len(opened)), pixels, bad=bad)
-        refuse_unusable(bad, len(opened))
-        return self.inference.prepare(torch.from_numpy(pixels), 0)
-
-    def predict(
-        self, images: Any, *, batch_size: int | None = None, skip_bad: bool = False
-    ) -> Predictions:
-        """Return the class probabilities of images, computed as by ``python -m hpctrain predict``.
-
-        `images` are given as to `preprocess`. `batch_size` images pass through the network at a
-        time, by default as many as in the run's own test. Raises RunError for images that cannot be
-        used; with `skip_bad` they are left out, and listed in the result. Raises UsageError.
-        """
-        from hpctrain.inference import images as given  # imports Pillow
-
-        if not self.inference.task.classes:
-            raise UsageError("this network restores images: call model(preprocess(images))")
-        if batch_size is not None and batch_size < 1:
-            raise UsageError(f"batch_size {batch_size}: give 1 or more")
-        opened, none = given.open_images(self, images), np.empty((0, len(self.classes)), np.float32)
-        inference = self.inference._replace(rows=batch_size or self.inference.rows)
-        with torch_settings(inference.task.precision, benchmark=False):
-            numbers = range(inference.blocks(len(opened)))
-            found = list(given.classify_blocks(inference, opened, numbers))
-        bad = {row: why for block, _ in found for row, why in block.bad.items()}
-        if not skip_bad:
-            given.refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
-        rows = np.concatenate([np.arange(0), *(block.rows for block, _ in found)])
-        files = np.array([opened.names[row] for row in rows], str)
-        probabilities = np.concatenate([none, *(part for _, part in found)])
-        unusable = {opened.names[row]: why for row, why in bad.items()}
-        names = {"file": files} if opened.are_files else {"row": rows}
-        return given.Predictions(names, self.classes, probabilities, unusable)
 
 
 def require_split(pack: Pack, split: str) -> None:

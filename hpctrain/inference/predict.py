@@ -17,25 +17,16 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from hpctrain.config import PredictConfig
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import writing
-from hpctrain.inference.evaluate import (
-    Answer,
-    draw_answers,
-    find_pack,
-    open_network,
-    picture_path,
-)
-from hpctrain.inference.images import Images, classify_blocks, list_images, refuse_unusable
-from hpctrain.inference.network import Block, TrainedNetwork
-from hpctrain.parallel.device import torch_settings
+from hpctrain.inference.evaluate import draw_answers, open_network, open_split, picture_path
+from hpctrain.inference.network import Answer
+from hpctrain.inference.trained import Images, TrainedNetwork, list_images, refuse_unusable
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_predictions, write_image
-from hpctrain.tasks import network_output
 from hpctrain.text import say
 from hpctrain.watchdog import started, waiting
 
@@ -43,22 +34,18 @@ from hpctrain.watchdog import started, waiting
 def main(settings: PredictConfig, comm: Comm) -> int:
     """``hpctrain predict``: classify, or restore, every image. Collective."""
     started("reading the network")
-    network = open_network(settings, comm)
-    task = network.inference.task
-    if not task.classes and (settings.figure or not settings.images):
-        text = "this network restores images: name image files, and leave out --figure"
-        raise agreed(UsageError(text))
-    with ExitStack() as stack:
-        stack.enter_context(torch_settings(task.precision, benchmark=False))
+    with open_network(settings, comm) as network:
+        restores = not network.inference.task.classes
+        if restores and (settings.figure or not settings.images):
+            text = "this network restores images: name image files, and leave out --figure"
+            raise agreed(UsageError(text))
         if settings.images:
             warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
             images = Images(network, on_root(comm, list_images, settings.images))
-            (classify if task.classes else restore)(network, images, settings, comm)
+            (restore if restores else classify)(network, images, settings, comm)
         else:
-            pack = on_root(comm, find_pack, network, settings)
-            with on_all(comm):
-                split = stack.enter_context(Split(pack, settings.split))
-            classify(network, split, settings, comm)
+            with open_split(network, settings, comm) as split:
+                classify(network, split, settings, comm)
     return 0
 
 
@@ -72,61 +59,46 @@ def classify(
     columns: dict[str, Callable[[int], str]] = {"file": source.source_of}
     if isinstance(source, Split):
         columns = {"row": str} | ({"source": source.source_of} if source.source_of(0) else {})
-
-    def write_round(gathered: list[tuple[Block, np.ndarray] | None] | None) -> None:
-        for block, probabilities in filter(None, gathered or ()):
-            rows = block.rows.tolist()
-            names = [tuple(text(row) for text in columns.values()) for row in rows]
-            write(names, block.labels, probabilities)
-            labels = np.full(len(rows), None) if block.labels is None else block.labels
-            found = block.rows, labels, probabilities.argmax(1), probabilities.max(1)
-            chosen = np.isin(block.rows, drawn)
-            answers.extend(map(Answer, *(values[chosen].tolist() for values in found)))
-            bad.update(block.bad)
-
-    def finish() -> None:
-        stack.close()
-        if answers:
-            picture = picture_path(output, Path("predictions.png"))
-            draw_answers(picture, source, answers, network.classes)
-            text = f"{picture}: {len(answers):,} images with their answers"
-            say(text, sys.stderr if output == "-" else None)
-        where = "what is printed" if output == "-" else output
-        refuse_unusable(bad, total, f"; {where} holds the answers to the others")
-
-    with ExitStack() as stack:
-        mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
-        own = stack.enter_context(closing(classify_blocks(inference, source, mine)))
+    first = [*columns, *["class"] * isinstance(source, Split)]
+    mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
+    with ExitStack() as table, closing(inference.answers(source, mine)) as own:
         with on_all(comm):
             if comm.rank == 0:
-                first = [*columns, *["class"] * isinstance(source, Split)]
-                write = stack.enter_context(open_predictions(output, network.classes, first))
+                write = table.enter_context(open_predictions(output, network.classes, first))
         for _ in range(0, blocks, comm.size):
             with on_all(comm):
                 found = next(own, None)
             with waiting("rank 0"):
                 gathered = comm.gather(found)
-            on_root(comm, write_round, gathered)
-        on_root(comm, finish)
+            with on_all(comm):
+                for block, probabilities in filter(None, gathered or ()):
+                    names = [tuple(t(row) for t in columns.values()) for row in block.rows.tolist()]
+                    write(names, block.labels, probabilities)
+                    each = probabilities.argmax(1), probabilities.max(1)
+                    answers += block.answers(*each, np.isin(block.rows, drawn))
+                    bad |= block.bad
+        with on_all(comm):
+            table.close()
+            if answers:
+                picture = picture_path(output, Path("predictions.png"))
+                draw_answers(picture, source, answers, network.classes)
+                text = f"{picture}: {len(answers):,} images with their answers"
+                say(text, sys.stderr if output == "-" else None)
+    where = "what is printed" if output == "-" else output
+    on_root(comm, refuse_unusable, bad, total, f"; {where} holds the answers to the others")
 
 
 def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
     """Restore every image with the network, and write PNG files to --output. Collective."""
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
     names = on_root(comm, output_names, folder, images.names)
-    bad, inference = Bad(), network.inference
+    inference, bad = network.inference, Bad()
     mine = range(comm.rank, inference.blocks(len(images)), comm.size)
-
-    def compute(inputs: Tensor) -> dict[str, Tensor]:
-        output = network_output(inference.model, inputs, inference.task.precision)
-        return {"images": output.permute(0, 2, 3, 1)}
-
     with on_all(comm):
-        for block, found in inference.outputs(images, mine, compute):
+        for block, restored in inference.answers(images, mine):
             bad |= block.bad
-            for row, image in zip(block.rows.tolist(), found["images"], strict=True):
-                if row not in bad:
-                    write_image(folder / names[row], image)
+            for row, image in zip(block.rows.tolist(), restored, strict=True):
+                write_image(folder / names[row], image)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
         say(f"{folder}: {len(names) - len(bad):,} images restored")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ def validate(run: Run) -> None:
         state.waited = 0
         with evaluated_network(run):
             tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
-        run.writer.save_best(state.step, tensors, describe_network(run))
+        run.writer.save_best(state.step, tensors, describe(run))
     else:
         state.waited += 1
     if patience and state.waited >= patience and not state.ended:
@@ -71,18 +70,10 @@ def choose_network(run: Run) -> None:
     state.final = chosen
 
 
-def describe_network(run: Run) -> dict[str, Any]:
-    """Return the metadata of the network that the model holds."""
-    reached = run.progress.network
-    where = {"run": run.folder.name, "step": reached.step, "epoch": reached.epoch}
-    known = {**where, **reached.figures, "figures": reached.figures}
-    return describe(run.config, run.plan, run.pack, known)
-
-
 def save_network(run: Run) -> None:
     """Write the network that is evaluated to model.safetensors (rank 0)."""
     with evaluated_network(run):
-        save_model(run.folder / NETWORK_FILE, run.trainer.model, describe_network(run))
+        save_model(run.folder / NETWORK_FILE, run.trainer.model, describe(run))
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
@@ -118,9 +109,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     step, epoch, known = state.network
     known[f"{split}_accuracy"] = result.accuracy
     known[f"{split}_loss"] = result.loss
-    figures = {"epoch": epoch, "step": step, "split": split, **result.figures()}
-    if run.plan.class_weights or run.config.balanced_sampling:
-        figures["balanced_accuracy"] = result.balanced_accuracy
+    balanced = bool(run.plan.class_weights) or run.config.balanced_sampling
+    figures = {"epoch": epoch, "step": step, "split": split, **result.figures(balanced)}
     state.add(figures)
     record = run.recorder.write("evaluation", **figures, seconds=seconds)
     if split == "validation":

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import hpctrain as hp
 from tests.support import own_functions
 from tests.support.packs import make_pack
+from tests.support.pictures import arrays
 from tests.support.ranks import command
 from tests.support.records import read_strictly
 from tests.support.runs import train_once
@@ -39,13 +40,6 @@ def evaluations(run):
     return [record for record in read_strictly(run) if record["kind"] == "evaluation"]
 
 
-def read_test_split(pack):
-    """The images as a network's input, and the labels."""
-    with h5py.File(pack) as file:
-        images, labels = file["test/images"][:], file["test/labels"][:]
-    return torch.from_numpy(images).permute(0, 3, 1, 2) / 255, torch.from_numpy(labels).long()
-
-
 def test_torchs_own_loss_as_a_function_gives_the_same_run(pack):
     words = ["--class-weights", "1,2,3,4,5,6,7,8,9,10"]
     plain = train_once(pack, *words, run="plain")
@@ -64,9 +58,10 @@ def test_a_loss_and_a_metric_are_evaluated_as_in_one_process(comm, pack):
     again = hp.evaluate(folder, trust_code=True, threads=1, batch_size=7)
     if comm.rank:
         return
-    inputs, targets = read_test_split(pack)
+    images, targets = arrays(pack, "test")
+    network, targets = hp.load(folder), torch.from_numpy(targets).long()
     with torch.no_grad():
-        outputs = hp.load(folder).model(inputs)
+        outputs = network.model(network.preprocess(images))
     expected = {
         name: (values[0].sum() / values[1].sum() if isinstance(values, tuple) else values)
         for name, values in own_functions.counts(outputs, targets).items()

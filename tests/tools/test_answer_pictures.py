@@ -10,7 +10,7 @@ from PIL import Image
 import hpctrain as hp
 from tests.support.api import command_line
 from tests.support.packs import make_pack
-from tests.support.pictures import class_folders, tiles
+from tests.support.pictures import arrays, class_folders, tiles
 from tests.support.ranks import command
 from tests.support.runs import train_once
 
@@ -29,18 +29,13 @@ def is_red(sheet, top, left):
     return (caption[:, :, 0] - caption[:, :, 1] > 100).any()
 
 
-def read_test_split(trained):
-    with h5py.File(trained.pack("plain")) as file:
-        return file["test/images"][:], file["test/labels"][:]
-
-
 def test_predict_draws_random_images_of_a_split_the_same_ones_each_time(trained, tmp_path):
     run = trained.run("plain")
     for ranks in (1, 3):
         words = ["--output", tmp_path / f"{ranks}.csv", "--figure", "9", *ONE_THREAD]
         assert command(ranks, "predict", run, *words).code == 0
     assert (tmp_path / "1.png").read_bytes() == (tmp_path / "3.png").read_bytes()
-    images, labels = read_test_split(trained)
+    images, labels = arrays(trained.pack("plain"), "test")
     sheet = read_sheet(tmp_path / "1.png")
     found = {row: place for row, place in enumerate(tiles(sheet[:, :, 0], images, 3)) if place}
     assert len(found) == 9 and [*found] != [*range(9)]
@@ -50,14 +45,11 @@ def test_predict_draws_random_images_of_a_split_the_same_ones_each_time(trained,
     assert red == [answers[row] != labels[row] for row in found] and 0 < sum(red) < 9
 
 
-def test_evaluate_draws_the_most_confident_mistakes_in_order(trained, tmp_path):
-    run, (images, labels) = trained.run("plain"), read_test_split(trained)
-    predicted = hp.load(run, device="cpu").predict(images)
-    wrong = np.flatnonzero(predicted["label"] != labels)
-    assert len(wrong) > 10, "the network is too good for this test"
-    worst = wrong[np.argsort(-predicted["probability"][wrong], kind="stable")][:10]
-    words = ["evaluate", run, "--mistakes", "10", "--output", tmp_path / "x.json"]
-    assert command(1, *words).code == 0
+@pytest.mark.ranks(1)
+def test_evaluate_draws_the_mistakes_that_it_returns(comm, trained, tmp_path):
+    found = hp.evaluate(trained.run("plain"), mistakes=10, output=tmp_path / "x.json")
+    images, _ = arrays(trained.pack("plain"), "test")
+    worst = [row for row, *_ in found.mistakes]
     sheet = read_sheet(tmp_path / "x.png")
     assert sheet.max(axis=2).min() == 0 and sheet[-1, -1].tolist() == [255, 255, 255]
     places = list(tiles(sheet[:, :, 0], images[worst], 3))
@@ -124,16 +116,6 @@ def test_no_mistakes_no_picture(tmp_path):
     ended = command(2, "evaluate", run, "--mistakes", "6", "--output", tmp_path / "e.json")
     assert ended.code == 0 and "no mistakes" in ended.out
     assert not (tmp_path / "e.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("output", "picture"),
-    [("b.csv", "b.png"), ("b.JSON", "b.png"), ("b", "b.png"), ("b.v1", "b.v1.png")],
-)
-def test_the_picture_lies_beside_the_output(trained, tmp_path, output, picture):
-    words = ["--mistakes", "2", "--output", tmp_path / output]
-    assert command(1, "evaluate", trained.run("plain"), *words).code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {output, picture}
 
 
 def test_a_network_that_restores_images_has_no_answers(trained, tmp_path):

@@ -15,6 +15,7 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support.packs import make_pack
+from tests.support.pictures import arrays
 from tests.support.ranks import command
 from tests.support.runs import ROWS, train_once
 from tests.support.spoil import overwrite
@@ -23,26 +24,14 @@ TEST = ROWS["test"]
 SAME = ["--threads", "1", "--batch-size", "7"]  # eight blocks, the last of them smaller
 
 
-def split_of(pack, split="test"):
-    with h5py.File(pack) as file:
-        return file[f"{split}/images"][:], torch.from_numpy(file[f"{split}/labels"][:]).long()
-
-
-def scores_of(run, images):
-    """By torch alone, but for the network and the scaling of its input."""
-    network = hp.load(run)
-    with torch.no_grad():
-        return network.model(network.preprocess(images))
-
-
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("kept", [1, 5, 1000])
 def test_the_most_confident_mistakes(comm, trained, tmp_path, kept):
-    run, images_and_labels = trained.run("plain"), split_of(trained.pack("plain"))
-    output = tmp_path / "a.json"
-    found = hp.evaluate(run, threads=1, batch_size=7, mistakes=kept, output=output)
-    images, labels = images_and_labels
-    sure, answers = scores_of(run, images).softmax(1).max(1)
+    run, (images, labels) = trained.run("plain"), arrays(trained.pack("plain"), "test")
+    found = hp.evaluate(run, threads=1, batch_size=7, mistakes=kept, output=tmp_path / "a.json")
+    network = hp.load(run)
+    with torch.no_grad():
+        sure, answers = network.model(network.preprocess(images)).softmax(1).max(1)
     wrong = [row for row in range(TEST) if answers[row] != labels[row]]
     assert 5 < len(wrong) < TEST
     wrong.sort(key=lambda row: -sure[row].item())
@@ -85,8 +74,8 @@ def test_21000_classes_need_no_dense_matrix(comm, tmp_path):
     tracemalloc.stop()
     assert peak < 64 << 20, "a matrix takes 3.5 GB"
     comm.Barrier()
-    images, labels = split_of(settings["data"])
-    inputs = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    images, labels = map(torch.from_numpy, arrays(settings["data"], "test"))
+    inputs, labels = images.permute(0, 3, 1, 2) / 255, labels.long()
     answers = hp.load(run, trust_code=True).model(inputs).argmax(1)
     right = (labels == answers).double()
     assert found.accuracy == right.mean() and 0 < found.accuracy < 1
@@ -151,10 +140,10 @@ def test_predict_answers_what_can_be_read_and_names_the_rest(trained, tmp_path, 
 
 def test_an_answer_that_is_not_finite_is_left_out(tmp_path):
     pack = make_pack(tmp_path / "a.h5", {"train": 29, "test": TEST}, (8, 8, 1))
-    images, labels = split_of(pack)
+    images, labels = arrays(pack, "test")
     images[[5, 23], 0, 0] = 255
     others = np.flatnonzero(images[:, 0, 0, 0] != 255)
-    splits = dict.fromkeys(("train", "test"), (images, labels.numpy()))
+    splits = dict.fromkeys(("train", "test"), (images, labels))
     hp.write_pack(tmp_path / "marked.h5", splits, [f"class{k}" for k in range(10)])
     run = train_once(pack, "--model", "tests.support.nets:Unanswered")
     output = tmp_path / "a.csv"

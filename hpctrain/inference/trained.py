@@ -1,0 +1,285 @@
+"""A trained network in Python, without MPI, and the files, arrays and images of Pillow for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from hpctrain.cluster import launched_local_rank
+from hpctrain.config import Config, from_table, load_toml, require_trust
+from hpctrain.data.images import SUFFIXES, BadImage, Fit, decode, decode_threads
+from hpctrain.data.loader import make_prepare
+from hpctrain.data.split import Bad
+from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.network import Inference, find_model
+from hpctrain.models import build, load_weights, read_model
+from hpctrain.parallel.device import choose_device, place, torch_settings
+from hpctrain.report.find import SETTINGS_FILE
+from hpctrain.report.results import answer_columns
+from hpctrain.tasks import make_task
+from hpctrain.text import listed
+
+MOST_NAMED = 20  # unusable images listed in an error
+
+
+def load(
+    run: str | os.PathLike[str],
+    *,
+    trust_code: bool = False,
+    runs_dir: str | os.PathLike[str] = "runs",
+    device: str | torch.device = "auto",
+    best: bool = False,
+) -> TrainedNetwork:
+    """Load a trained network, in this process alone and without MPI.
+
+    `run` is the name or the folder of a run, a .safetensors file, or with `best` a sweep, of which
+    the best network is loaded. With `trust_code`, functions of your own that the files of the run
+    name are imported, such as its network. `device` is "auto", "cpu", "cuda", "cuda:N" or a
+    torch.device. Raises UsageError, or for a device that is not there what torch raises.
+    """
+    path = find_model(os.fspath(run), os.fspath(runs_dir), best)
+    if str(device) in ("auto", "cpu", "cuda"):
+        device = choose_device(str(device), launched_local_rank())
+    return TrainedNetwork(path, torch.device(device), trust_code)
+
+
+class TrainedNetwork:
+    """A trained network, as `load` returns it."""
+
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        trust_code: bool = False,
+        precision: str | None = None,
+        rows: int | None = None,
+    ) -> None:
+        """Read the network of a file; precision and rows of a block default to those of its run.
+
+        Raises UsageError for a file not written by hpctrain, and if it names a function of the
+        user's own without `trust_code`.
+        """
+        state, known = read_model(path)
+        try:
+            last, scaling = known["channels_last"], known["mean"] and (known["mean"], known["std"])
+            shape, classes = tuple(known["image_shape"]), tuple(known["classes"])
+            require_trust({"model": known["model"]}, path, trust_code)
+            with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
+                model = build(known["model"], shape, len(classes), known["small_stem"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{path} holds weights but not the network they belong to: it was not written at"
+                " the end of a run"
+            ) from error
+        load_weights(model, state, path)
+        self.path, self.device, self._trust_code = path, device, trust_code
+        self.model: nn.Module = place(model.eval(), device, last)  # plain torch
+        self.classes: tuple[str, ...] = classes
+        self.image_shape: tuple[int, int, int] = shape  # (H, W, C)
+        #: All that the file holds: names of the network and the pack, step, figures and so on.
+        self.metadata: dict[str, Any] = known
+        like = next(model.parameters())
+        settings = {**known, "precision": precision or known["precision"]}
+        task = make_task(settings, len(classes), like)
+        prepare = make_prepare(device, like.dtype, last, scaling)
+        self.inference = Inference(model, task, prepare, rows or known["evaluation_rows"])
+
+    def __repr__(self) -> str:
+        height, width, channels = self.image_shape
+        what = f"{self.metadata['model']}, images {width}x{height}x{channels}"
+        return f"<TrainedNetwork {self.path}: {what}, {len(self.classes)} classes, {self.device}>"
+
+    @cached_property
+    def config(self) -> Config | None:
+        """The settings of the run; None for a file that does not lie in the folder of a run.
+
+        Raises UsageError if they cannot be read, or name functions of the user's own without
+        `trust_code`: ``train`` would import them.
+        """
+        path = self.path.with_name(SETTINGS_FILE)
+        if not path.is_file():
+            return None
+        config = from_table(load_toml(str(path)), Config(), str(path))
+        require_trust(vars(config), path, self._trust_code)
+        return config
+
+    def preprocess(self, images: Any) -> Tensor:
+        """Return images as the input of `model`, (N, C, H, W) on its device.
+
+        They are resized as for the pack of the training, and scaled as in the training. `images`
+        are files or folders, or an array (N, H, W, C) of uint8, (N, H, W) of gray images, one image
+        (H, W, C) or (H, W), an image of Pillow, or a list of images of any sizes. Floats in [0, 1]
+        must have the network's size. Raises UsageError, and RunError for files that are no images.
+        """
+        opened, bad = open_images(self, images), Bad()
+        pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
+        opened.gather(np.arange(len(opened)), pixels, bad=bad)
+        refuse_unusable(bad, len(opened))
+        return self.inference.prepare(torch.from_numpy(pixels), 0)
+
+    def predict(
+        self, images: Any, *, batch_size: int | None = None, skip_bad: bool = False
+    ) -> Predictions:
+        """Return the class probabilities of images, computed as by ``python -m hpctrain predict``.
+
+        `images` are given as to `preprocess`. `batch_size` images pass through the network at a
+        time, by default as many as in the run's own test. Raises RunError for images that cannot be
+        used; with `skip_bad` they are left out, and listed in the result. Raises UsageError.
+        """
+        if not self.inference.task.classes:
+            raise UsageError("this network restores images: call model(preprocess(images))")
+        opened = open_images(self, images)
+        inference = self.inference._replace(rows=batch_size or self.inference.rows)
+        with torch_settings(inference.task.precision, benchmark=False):
+            found = list(inference.answers(opened, range(inference.blocks(len(opened)))))
+        bad = {row: why for block, _ in found for row, why in block.bad.items()}
+        if not skip_bad:
+            refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
+        rows = np.array([row for block, _ in found for row in block.rows], np.int64)
+        none = np.empty((0, len(self.classes)), np.float32)
+        files = {"file": np.array([opened.names[row] for row in rows], str)}
+        return Predictions(
+            files if opened.are_files else {"row": rows},
+            self.classes,
+            np.concatenate([none, *(probabilities for _, probabilities in found)]),
+            {opened.names[row]: why for row, why in bad.items()},
+        )
+
+
+class Predictions(dict[str, np.ndarray]):
+    """Answers to images: columns of equal length by name, which pandas.DataFrame takes as they are.
+
+    ``file`` or ``row`` names the image, ``prediction`` is the name of its most probable class,
+    ``label`` that class as a number, ``probability`` its probability. Then each class has a column
+    with its probability. ``probabilities`` holds these together, (N, K) float32, and ``unusable``
+    the reason for each image that was left out, by its name.
+    """
+
+    def __init__(
+        self,
+        names: dict[str, np.ndarray],
+        classes: Sequence[str],
+        probabilities: np.ndarray,
+        unusable: dict[str, str],
+    ) -> None:
+        labels, columns = probabilities.argmax(1), answer_columns(classes)
+        super().__init__(names)
+        self["prediction"], self["label"] = np.array(columns)[labels], labels
+        self["probability"] = probabilities.max(1)
+        self.update(zip(columns, probabilities.T, strict=True))
+        self.probabilities, self.unusable = probabilities, unusable
+
+
+# Images that are no split of a pack
+
+
+class Images:
+    """Images in the size of a network, read by row as the samples of a `Split`."""
+
+    name = "images"
+
+    def __init__(
+        self, network: TrainedNetwork, images: Sequence[Path | Image.Image | np.ndarray]
+    ) -> None:
+        """Take paths, or arrays of `as_array` and images of Pillow. Raises UsageError."""
+        height, width, channels = self.image_shape = network.image_shape
+        crop = network.metadata["provenance"].get("fit") == "crop"
+        self._given, self._fit = images, Fit(width, height, channels, crop)
+        types = {getattr(image, "dtype", np.dtype(np.uint8)) for image in images}
+        if len(types) > 1:
+            raise UsageError(f"images of several types: {listed(sorted(map(str, types)))}")
+        self.dtype: np.dtype = types.pop() if types else np.dtype(np.uint8)
+        self.are_files = any(isinstance(image, Path) for image in images)
+        self.names = [str(x) if self.are_files else f"image {n}" for n, x in enumerate(images)]
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def source_of(self, index: int) -> str:
+        """Return the name of the file, or the number of the image."""
+        return self.names[index]
+
+    def read_labels(self, indices: np.ndarray, bad: Bad) -> None:
+        """Return None: no labels are known."""
+
+    def gather(self, indices: np.ndarray, out: np.ndarray, *, bad: Bad) -> None:
+        """Read rows (n,) in several threads into `out` (n, H, W, C); describe unusable ones."""
+
+        def read(image: np.ndarray, row: int) -> None:
+            given: Any = self._given[row]
+            try:
+                if isinstance(given, Path):
+                    given = given.read_bytes()
+                elif isinstance(given, np.ndarray) and given.shape != image.shape:
+                    given = Image.fromarray(given[..., 0] if given.shape[2] == 1 else given)
+                if not isinstance(given, np.ndarray):
+                    given = np.frombuffer(decode(given, self._fit), np.uint8).reshape(image.shape)
+                image[:] = given
+            except (BadImage, OSError) as error:
+                bad[row] = f"{self.names[row]} cannot be read as an image: {error}"
+
+        with decode_threads() as threads:
+            list(threads.map(read, out, indices.tolist()))
+
+
+def open_images(network: TrainedNetwork, given: Any) -> Images:
+    """Return the images that a caller gave to `TrainedNetwork.predict`. Raises UsageError."""
+    if isinstance(given, str | os.PathLike | Image.Image):
+        given = [given]
+    elif hasattr(given, "__array__"):  # also of torch and pandas
+        array = np.asarray(given)
+        is_batch = array.ndim not in (2, 3)
+        if array.ndim == 3 and array.shape[2] not in (1, 3, 4):  # gray images, unless (C, H, W)
+            is_batch = not array.shape[0] == network.image_shape[2] == 3
+        given = array if is_batch else [array]
+    given = list(given)
+    if given and all(isinstance(each, str | os.PathLike) for each in given):
+        return Images(network, list_images(given))
+    arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in given]
+    return Images(network, arrays)
+
+
+def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
+    """Return (H, W, C): uint8 of any size, or floats of the network's. Raises UsageError."""
+    array = np.asarray(given)
+    array = array[..., None] if array.ndim == 2 else array
+    if array.dtype.kind == "f" and array.shape == network.image_shape:
+        low, high = array.min(), array.max()
+        if (low < 0 or high > 1) and not network.metadata["external"]:
+            raise UsageError(f"values from {low:g} to {high:g}: give uint8, or floats in [0, 1]")
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] in (1, 3) and array.size:
+        return array
+    raise UsageError(
+        f"an image of {array.dtype} {array.shape}: give uint8 (H, W, C) of any size, C = 1 (gray)"
+        f" or 3, or floats of the network's size, {network.image_shape}"
+    )
+
+
+def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """List the given image files, and those in the given folders, each folder in sorted order."""
+    files: list[Path] = []
+    for target in map(Path, targets):
+        found = [target] * target.is_file()
+        if target.is_dir():
+            inside = (p for p in target.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+            found = sorted(p for p in inside if not p.name.startswith("."))
+        if not found:
+            raise UsageError(f"{target}: no such file, and no folder that holds image files")
+        files += found
+    return files
+
+
+def refuse_unusable(bad: Mapping[int, str], total: int, rest: str = "") -> None:
+    """Raise RunError if images, of `total`, are unusable; its first line ends with `rest`."""
+    if bad:
+        reasons = listed([bad[row] for row in sorted(bad)], MOST_NAMED, "\n  ")
+        raise RunError(f"{len(bad):,} of {total:,} images cannot be used{rest}\n  {reasons}")
