@@ -4,8 +4,7 @@
 
 The network computes in float32 (or in its own dtype, if that is another), on any number of images
 at a time. Classifiers give scores, of which softmax makes the probabilities of ``predict``. With
---preprocess the input is uint8 images (N, H, W, C) at the size of the training images, and a
-network that restores images returns such images.
+--preprocess the input is uint8 images (N, H, W, C) at the size of the training images.
 
 Before the file gets its name, it is read back and run on images of random bytes. Its output must be
 that of the network in torch.
@@ -18,8 +17,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,12 +34,11 @@ from hpctrain.parallel.device import place
 from hpctrain.tasks import network_output
 from hpctrain.text import say
 
-SUFFIXES = ".onnx", ".pt2"
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
 KEPT = ("hpctrain", "model", "task", "image_shape", "classes", "mean", "std", "run", "step")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
-TOLERANCE = 1e-4  # of the largest output, or of 1 if that is smaller; 1 level for uint8 images
+TOLERANCE = 1e-4  # of the largest output, or of 1 if that is smaller
 
 
 class Preprocess(nn.Module):
@@ -58,14 +55,7 @@ class Preprocess(nn.Module):
         return images.permute(0, 3, 1, 2).to(self.scale.dtype) * self.scale + self.offset
 
 
-class ToBytes(nn.Module):
-    """Rounds images (N, C, H, W) in [0, 1] to uint8 images (N, H, W, C)."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the images."""
-        return (images.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-
-
+@torch.no_grad()
 def main(settings: ExportConfig) -> int:
     """``hpctrain export``: write a network as ONNX or .pt2, after comparing it with torch."""
     path, fixed = find_model(settings.run, settings.runs_dir, settings.best), settings.batch_size
@@ -73,90 +63,70 @@ def main(settings: ExportConfig) -> int:
     check_output(output)
     network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code, "fp32")
     model, known = place(network.model, network.device, channels_last=False), network.metadata
-    name = "scores" if network.inference.task.classes else "restored"
     shape, generator = (fixed or COMPARED, *network.image_shape), torch.Generator().manual_seed(0)
     images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    with torch.no_grad(), writing(output), whole_file(output) as file, in_one_line(fixed):
-        inputs = network.inference.prepare(images, 0).contiguous()
-        expected = network_output(model, inputs, "fp32")
-        if settings.preprocess:
-            scaling = known["mean"] or [0.0], known["std"] or [1.0]
-            after = [ToBytes()] if name == "restored" else []
-            model = nn.Sequential(Preprocess(scaling, inputs.dtype), model, *after)
-            inputs, expected = images, nn.Sequential(*after)(expected)
-        kept = {each: known[each] for each in KEPT if each in known}
-        kept |= {"preprocess": settings.preprocess, "output": name}
-        model.eval().requires_grad_(False)
-        opset = write_file(file, output.suffix, model, inputs[: fixed or 2], fixed, kept)
-        size, run = file.seek(0, os.SEEK_END), open_file(file, output.suffix)
-        counts = [len(images)] if fixed else [len(images), 1]
-        found = max(compare(run, inputs[:n], expected[:n]) for n in counts) if run else None
-    shapes = [
-        f"{str(each.dtype)[6:]} ({', '.join(map(str, (fixed or 'N', *each.shape[1:])))})"
-        for each in (inputs, expected)
-    ]
-    say(f"{output}: {size / 1e6:,.1f} MB{opset}, {INPUT} {shapes[0]} -> {name} {shapes[1]}")
-    if found is None:
-        say("  not compared with torch: pip install onnxruntime")
-    else:
-        say(f"  differs from torch by at most {found:.2g} on {len(images)} images of random bytes")
-    if known["precision"] == "bf16":
-        say("  computes in float32: compare it with evaluate --precision fp32")
-    return 0
-
-
-def check_output(path: Path) -> None:
-    """Raise UsageError if a file cannot be written because it exists, or packages are missing."""
-    if path.suffix not in SUFFIXES:
-        raise UsageError(f"--output {path}: export writes {' and '.join(SUFFIXES)} files")
-    if path.exists():
-        raise UsageError(f"{path} exists: remove it, or name another --output")
-    missing = [name for name in ("onnx", "onnxscript") if not importlib.util.find_spec(name)]
-    if path.suffix == ".onnx" and missing:
-        raise UsageError(
-            f"{path}: ONNX needs {' and '.join(missing)}: pip install {' '.join(missing)};"
-            " a .pt2 file needs nothing more"
-        )
-
-
-@contextmanager
-def in_one_line(fixed: int | None) -> Iterator[None]:
-    """Hide the warnings of torch's exporter, and raise the errors of libraries as RunError."""
-    logging.disable(logging.WARNING)
+    inputs = network.inference.prepare(images, 0).contiguous()
+    logging.disable(logging.WARNING)  # of torch's exporter
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
+            expected = network_output(model, inputs, "fp32")
+            if settings.preprocess:
+                scaling = known["mean"] or [0.0], known["std"] or [1.0]
+                model = nn.Sequential(Preprocess(scaling, inputs.dtype), model)
+                inputs = images
+            name = "scores" if network.inference.task.classes else "restored"
+            facts = {each: known[each] for each in KEPT}
+            facts |= {"preprocess": settings.preprocess, "output": name}
+            model.eval().requires_grad_(False)
+            write_file(file, output.suffix, model, inputs[: fixed or 2], bool(fixed), facts)
+            size, run = file.seek(0, os.SEEK_END), open_file(file, output.suffix)
+            counts = {len(images), fixed or 1}
+            found = max(compare(run, inputs[:n], expected[:n]) for n in counts)
     except (Failure, OSError):
         raise
     except Exception as error:  # some classes of onnxruntime are not public
         hint = "" if fixed else "; try --batch-size N, a fixed number of images"
         cause = first_line(error.__cause__ or error)
         raise RunError(f"this network cannot be exported: {cause}{hint}") from error
-    finally:
-        logging.disable(logging.NOTSET)
+    shapes = [
+        f"{str(each.dtype)[6:]} ({', '.join(map(str, (fixed or 'N', *each.shape[1:])))})"
+        for each in (inputs, expected)
+    ]
+    say(f"{output}: {size / 1e6:,.1f} MB, {INPUT} {shapes[0]} -> {name} {shapes[1]}")
+    say(f"  differs from torch by at most {found:.2g} on {len(images)} images of random bytes")
+    return 0
+
+
+def check_output(path: Path) -> None:
+    """Raise UsageError if a file cannot be written because it exists, or packages are missing."""
+    if path.suffix not in (".onnx", ".pt2"):
+        raise UsageError(f"--output {path}: export writes .onnx and .pt2 files")
+    if path.exists():
+        raise UsageError(f"{path} exists: remove it, or name another --output")
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    missing = " ".join(name for name in packages if not importlib.util.find_spec(name))
+    if path.suffix == ".onnx" and missing:
+        text = f"ONNX needs more packages: pip install {missing}; a .pt2 file needs none"
+        raise UsageError(f"{path}: {text}")
 
 
 def write_file(
     file: BinaryIO,
     suffix: str,
     model: nn.Module,
-    example: Tensor,
-    fixed: int | None,
+    inputs: Tensor,
+    fixed: bool,
     facts: dict[str, Any],
-) -> str:
-    """Write a file for inputs as `example`, any number of them unless it is `fixed`.
-
-    It also holds the `facts`. Returns its opset as text, "" if it has none.
-    """
+) -> None:
+    """Write a file for such inputs, any number of them unless it is `fixed`, and these facts."""
     varies = (None if fixed else {0: torch.export.Dim("batch_size", min=1)},)
     if suffix == ".pt2":
-        program = torch.export.export(model, (example,), dynamic_shapes=varies)
+        program = torch.export.export(model, (inputs,), dynamic_shapes=varies)
         torch.export.save(program, file, extra_files={METADATA: json.dumps(facts)})
-        return ""
+        return
     made = torch.onnx.export(
         model,
-        (example,),
+        (inputs,),
         dynamo=True,
         verbose=False,
         input_names=[INPUT],
@@ -167,17 +137,14 @@ def write_file(
     for name, value in facts.items():
         made.model.metadata_props[name] = value if isinstance(value, str) else json.dumps(value)
     file.write(made.model_proto.SerializeToString())
-    return f", opset {made.model.opset_imports['']}"
 
 
-def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray] | None:
-    """Read an exported file back as a function; None if there is nothing to run it with."""
+def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray]:
+    """Read an exported file back as a function."""
     file.seek(0)
     if suffix == ".pt2":
         module = torch.export.load(file).module()
         return lambda images: np.asarray(module(images))
-    if not importlib.util.find_spec("onnxruntime"):
-        return None
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -190,9 +157,7 @@ def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray] | N
 def compare(run: Callable[[Tensor], np.ndarray], given: Tensor, expected: Tensor) -> float:
     """Return the largest difference of a file's output from `expected`. Raises RunError."""
     found, wanted = run(given).astype(np.float64), expected.double().numpy()
-    if found.shape != wanted.shape:
-        raise RunError(f"the file gives {found.shape} for {len(given)} images, not {wanted.shape}")
-    limit = 1.0 if expected.dtype == torch.uint8 else TOLERANCE * max(1.0, np.abs(wanted).max())
+    limit = TOLERANCE * max(1.0, np.abs(wanted).max())
     largest = float(np.abs(found - wanted).max())  # NaN if one of them is
     if not largest <= limit:
         raise RunError(
