@@ -145,11 +145,13 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
     device = open_device(comm, settings.device)
     torch.set_num_threads(settings.threads or mpi.fair_threads(comm))  # launchers set 1 or all
-    how = settings.trust_code, settings.precision, settings.batch_size
     with on_all(comm):
-        network = TrainedNetwork(path, device, *how)
+        network = TrainedNetwork(path, device, settings.trust_code)
+    task, rows = network.inference.task, settings.batch_size or network.inference.rows
+    task = replace(task, precision=settings.precision or task.precision)
+    network.inference = network.inference._replace(task=task, rows=rows)
     # With algorithms chosen by timing, the figures would depend on the ranks.
-    with torch_settings(network.inference.task.precision, benchmark=False):
+    with torch_settings(task.precision, benchmark=False):
         yield network
 
 

@@ -61,7 +61,7 @@ def main(settings: ExportConfig) -> int:
     path, fixed = find_model(settings.run, settings.runs_dir, settings.best), settings.batch_size
     output = Path(settings.output) if settings.output else path.with_suffix(".onnx")
     check_output(output)
-    network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code, "fp32")
+    network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code)
     model, known = place(network.model, network.device, channels_last=False), network.metadata
     shape, generator = (fixed or COMPARED, *network.image_shape), torch.Generator().manual_seed(0)
     images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -89,12 +89,19 @@ def classify(
 
 
 def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
-    """Restore every image with the network, and write PNG files to --output. Collective."""
+    """Restore every image with the network, and write PNG files to --output. Collective.
+
+    They have the names of the images, behind their numbers if several have the same.
+    """
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
-    names = on_root(comm, output_names, folder, images.names)
+    stems = [Path(file).stem for file in images.names]
+    counts = Counter(stems)
+    names = [f"{s}.png" if counts[s] == 1 else f"{n:06}-{s}.png" for n, s in enumerate(stems)]
     inference, bad = network.inference, Bad()
     mine = range(comm.rank, inference.blocks(len(images)), comm.size)
     with on_all(comm):
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         for block, restored in inference.answers(images, mine):
             bad |= block.bad
             for row, image in zip(block.rows.tolist(), restored, strict=True):
@@ -103,15 +110,3 @@ def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, co
     if comm.rank == 0:
         say(f"{folder}: {len(names) - len(bad):,} images restored")
     on_root(comm, refuse_unusable, bad, len(names), f"; {folder} holds the others")
-
-
-def output_names(folder: Path, files: Sequence[str]) -> list[str]:
-    """Create the folder, and return an output name per file, numbered if files share a name."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    names: dict[str, None] = {}  # in order
-    for file in files:
-        stem = Path(file).stem
-        tries = (f"{stem}-{n}.png" if n > 1 else f"{stem}.png" for n in count(1))
-        names[next(name for name in tries if name not in names)] = None
-    return list(names)

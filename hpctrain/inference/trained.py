@@ -54,15 +54,8 @@ def load(
 class TrainedNetwork:
     """A trained network, as `load` returns it."""
 
-    def __init__(
-        self,
-        path: Path,
-        device: torch.device,
-        trust_code: bool = False,
-        precision: str | None = None,
-        rows: int | None = None,
-    ) -> None:
-        """Read the network of a file; precision and rows of a block default to those of its run.
+    def __init__(self, path: Path, device: torch.device, trust_code: bool = False) -> None:
+        """Read the network of a file.
 
         Raises UsageError for a file not written by hpctrain, and if it names a function of the
         user's own without `trust_code`.
@@ -87,10 +80,9 @@ class TrainedNetwork:
         #: All that the file holds: names of the network and the pack, step, figures and so on.
         self.metadata: dict[str, Any] = known
         like = next(model.parameters())
-        settings = {**known, "precision": precision or known["precision"]}
-        task = make_task(settings, len(classes), like)
+        task = make_task(known, len(classes), like)
         prepare = make_prepare(device, like.dtype, last, scaling)
-        self.inference = Inference(model, task, prepare, rows or known["evaluation_rows"])
+        self.inference = Inference(model, task, prepare, known["evaluation_rows"])
 
     def __repr__(self) -> str:
         height, width, channels = self.image_shape

@@ -62,7 +62,7 @@ def test_a_run_removes_noise(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_images_are_restored_into_a_folder(trained, tmp_path, ranks):
-    """One that cannot be read leaves no file, those of one name get names of their own."""
+    """One that cannot be read leaves no file, those of one name are numbered."""
     (tmp_path / "noisy/more").mkdir(parents=True)
     for number in range(3):
         for folder in ("noisy", "noisy/more"):
@@ -76,6 +76,6 @@ def test_images_are_restored_into_a_folder(trained, tmp_path, ranks):
     assert named == [tmp_path / "noisy/1.png"]
     restored = {path.name: np.asarray(Image.open(path)).shape for path in output.iterdir()}
     assert len(restored) == 5 and set(restored.values()) == {(28, 28)}
-    assert {"0.png", "0-2.png", "2.png", "2-2.png"} < set(restored)
+    assert {"000000-0.png", "000003-0.png", "000002-2.png", "000005-2.png"} < set(restored)
     ended = command(ranks, "predict", *words[:1], "--output", tmp_path / "none")
     assert ended.code == 2 and not (tmp_path / "none").exists()

@@ -108,10 +108,11 @@ def test_a_function_that_fails_later_is_one_line(pack, setting):
 
 def test_a_denoising_run_with_a_loss_of_its_own(pack):
     run = train_once(pack, "--task", "denoise", "--loss", own("absolute"), ranks=2)
-    ended = command(2, "evaluate", run, "--loss", own("absolute"), "--threads", "1")
-    assert ended.code == 0 and "dB" not in ended.out
-    found = float(ended.out.rpartition("loss ")[2].partition(",")[0])
-    assert found == pytest.approx(evaluations(run)[-1]["loss"], rel=1e-3)
+    for words in (["--loss", own("absolute")], ["--trust-code"]):
+        ended = command(2, "evaluate", run, *words, "--threads", "1")
+        assert ended.code == 0 and "dB" not in ended.out
+        found = float(ended.out.rpartition("loss ")[2].partition(",")[0])
+        assert found == pytest.approx(evaluations(run)[-1]["loss"], rel=1e-3)
 
 
 def test_an_augmentation_works_on_the_input_of_training_alone(tmp_path):

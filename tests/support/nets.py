@@ -26,13 +26,6 @@ class OneLayer(nn.Module):
         return self.linear(x.flatten(1))
 
 
-class TooFewOutputs(OneLayer):
-    """Knows one class less."""
-
-    def __init__(self, image_shape, classes):
-        super().__init__(image_shape, classes - 1)
-
-
 class DifferentOnEveryRank(OneLayer):
     """Draws its first weights from something that differs by process."""
 
