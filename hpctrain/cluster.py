@@ -40,6 +40,7 @@ REQUESTS = (
     *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK"),
     *("SLURM_CPUS_PER_GPU", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE"),
     *("SLURM_GRES", "SLURM_STEP_GRES", "SLURM_TRES_PER_TASK"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
 )
 
 _received: list[int] = []  # signals received so far
@@ -207,11 +208,24 @@ def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
     return None
 
 
+def srun_words() -> list[str]:
+    """Return the beginning of a command by which srun inherits none of the job's `REQUESTS`."""
+    inherited = [f"--unset={name}" for name in REQUESTS if name in os.environ]
+    return ["env", *inherited, "srun"] if inherited else ["srun"]
+
+
 def ask(*command: str, within: float | None = None, **variables: str) -> str:
     """Return the output of a scheduler's command. Raises RunError if it fails or times out."""
     within, env = within or ANSWER_WITHIN, {**os.environ, **variables}  # seconds
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=within)
+        done = subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=within,
+        )
     except OSError as error:
         raise RunError(f"{command[0]}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:

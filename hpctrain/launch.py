@@ -134,12 +134,27 @@ def end(*processes: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-class LaunchRecord:
-    """What one launch of the run in `folder` records; to be made before the launch."""
+class LaunchedRun:
+    """One launch of the run in `folder`: its process, the notice sent to it, and its record."""
 
-    def __init__(self, folder: Path) -> None:
-        self.history = History.read(folder, "none")
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path | None = None,
+        cores: Collection[int] = (),
+    ) -> None:
+        """Start the launcher; see `start`."""
+        self.history, self.is_notified = History.read(folder, "none"), False
         self._began_before = self.history.launch.began
+        self.process = start(command, log, env, cores)
+
+    def notify(self) -> None:
+        """Send the launcher the `NOTICE`, once."""
+        if not self.is_notified:
+            self.is_notified = True
+            self.process.send_signal(NOTICE)
 
     def has_begun(self) -> bool:
         """Whether the launch has written to the record. Compares no clocks of two hosts."""

@@ -22,13 +22,13 @@ Slurm has noticed the dead node (srun(1)), or until the job ends if only the ste
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import takewhile
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain import launch
-from hpctrain.cluster import LEFT, REQUESTS, ask, find_job, tasks_by_node
+from hpctrain.cluster import LEFT, ask, find_job, srun_words, tasks_by_node
 from hpctrain.config import Config, SuperviseConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
@@ -159,49 +159,50 @@ class Supervisor:
             if fruitless >= max_failures:
                 tell(f"{what}; {fruitless} in a row without a new checkpoint: giving up")
                 return 1
-            problem = self._allocation.exclude_dead() if self._allocation else ""
+            if self._allocation and not self._allocation.exclude_dead():
+                return self._give_back(f"{what}; too few nodes are left ({self._allocation})")
             if self._deadline and time.monotonic() > self._deadline:
-                problem = "the time is up"
-            if problem:
-                return self._give_back(f"{what}; {problem}")
-            where = f" {self._allocation.describe()}" if self._allocation else ""
+                return self._give_back(f"{what}; the time is up")
+            where = f" on {self._allocation}" if self._allocation else ""
             after = f"after step {saved:,}" if saved else "from the start"
             tell(f"{what}; restarting{where}, {after}")
             self._wait(PAUSES[min(fruitless, len(PAUSES)) - 1] if fruitless else 0.0)
+            with suppress(RunError):  # not begun, or not readable now: the next launch says more
+                if is_locked(self._folder):  # by processes of this launch
+                    tell(f"{self._folder} is still locked: waiting {LOCKED_FOR:.0f} s at most")
+                    self._wait(LOCKED_FOR, lambda: is_locked(self._folder))
         return self._give_back(f"{self._signals[0][0].name} while no launch was running")
 
     def _launch(self, number: int, saved_before: int) -> EndedLaunch:
         """Launch the run once, and wait for its end; signals are passed on as `launch.NOTICE`."""
         words, env = self._words, dict(os.environ)
         if self._allocation:
-            words, env = self._allocation.command(words), self._allocation.environment()
+            words, env = self._allocation.launch(words)
         if number > 1 or restarts():
             words = [*words, "--resume", "auto"]
         if self._deadline is not None:
             left = max(self._deadline - time.monotonic(), 1)
             words = [*words, "--time-limit", f"{left:.0f}s"]
         before = heartbeats(self._folder)  # of an earlier launch
-        record = launch.LaunchRecord(self._folder)
-        process = launch.start(words, None, env)
+        run = launch.LaunchedRun(self._folder, words, env)
         patience = self._config.hang_timeout + IMPORTS  # as in the watchdog
-        asked, checked, until = False, False, time.monotonic() + patience
-        while (code := process.poll()) is None:
-            if self._signals and not asked:
-                asked = True
+        until = time.monotonic() + patience  # after which the launch must have begun
+        while (code := run.process.poll()) is None:
+            if self._signals and not run.is_notified:
                 if self._is_ended_by_user():
                     name = self._signals[0][0].name
                     tell(f"{name}: the run saves and ends; once more ends it at once")
-                process.send_signal(launch.NOTICE)
+                run.notify()
             if launch.is_repeated(self._signals):
-                launch.end(process)
-            elif not checked and time.monotonic() > until:
-                checked = True
-                if not record.has_begun() and heartbeats(self._folder) == before:
+                launch.end(run.process)
+            elif time.monotonic() > until:
+                until = math.inf
+                if not run.has_begun() and heartbeats(self._folder) == before:
                     tell(f"no rank of launch {number} has started in {patience:.0f} s: ending it")
-                    launch.end(process)
+                    launch.end(run.process)
             time.sleep(POLL_EVERY)
-        began, outcome = record.has_begun(), record.outcome()
-        repeats = bool(outcome.status and record.history.launch.end.get("repeats"))
+        began, outcome = run.has_begun(), run.outcome()
+        repeats = bool(outcome.status and run.history.launch.end.get("repeats"))
         if not outcome.status and (found := heartbeats(self._folder)) != before:
             outcome = found
         saved = newest_step(self._folder)
@@ -217,18 +218,11 @@ class Supervisor:
         tell(f"{why}; {done or f'the same command with --run {self._config.run} resumes'}")
         return LEFT
 
-    def _wait(self, seconds: float) -> None:
-        """Wait, or until a signal comes; then wait for the processes of the last launch."""
+    def _wait(self, seconds: float, condition: Callable[[], bool] = lambda: True) -> None:
+        """Wait while the condition holds, unless a signal comes."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._signals:
+        while time.monotonic() < until and not self._signals and condition():
             time.sleep(POLL_EVERY)
-        until, told = time.monotonic() + LOCKED_FOR, False
-        with suppress(RunError):  # not begun, or not readable now: the next launch says more
-            while time.monotonic() < until and not self._signals and is_locked(self._folder):
-                if not told:
-                    tell(f"{self._folder} is still locked: waiting {LOCKED_FOR:.0f} s at most")
-                told = True
-                time.sleep(10 * POLL_EVERY)
 
 
 def tell(text: str) -> None:
@@ -250,55 +244,46 @@ def newest_step(run: Path) -> int:
 class Allocation:
     """The nodes of this Slurm job, and how many of them the run uses."""
 
-    def __init__(self, nodes: Sequence[str], tasks: Sequence[int], wanted: int | None) -> None:
-        """`tasks` are the ranks of each node; `wanted` nodes are used, all for None."""
-        self._nodes, self._tasks = list(nodes), dict(zip(nodes, tasks, strict=True))
-        self._wanted = wanted or len(nodes)
-        self._spares = len(nodes) > self._wanted
+    def __init__(self, nodes: Sequence[str], tasks: Sequence[int], wanted: int) -> None:
+        """`tasks` are the ranks of each node."""
+        self._tasks, self._wanted = dict(zip(nodes, tasks, strict=True)), wanted
         self._dead: list[str] = []
-        self._failed = False
+        self._failed, self._spares = False, len(nodes) > wanted
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """Return the launch command for the nodes that are left."""
+    def launch(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the launch command for the nodes that are left, and its environment.
+
+        Without a request of its own, a step gets all GPUs that the job has on its nodes: if it has
+        fewer nodes, it must not inherit that request.
+        """
         own: list[str] = []
-        if self._dead or self._spares:
-            tasks = [self._tasks[node] for node in self._nodes[: self._wanted]]
+        fewer = self._dead or self._spares
+        if fewer:
+            tasks = list(self._tasks.values())[: self._wanted]
             own += [f"--nodes={len(tasks)}", f"--ntasks={sum(tasks)}"]
             own += [f"--ntasks-per-node={tasks[0]}"] if len(set(tasks)) == 1 else []
         own += ["--overlap"] if self._failed else []
         own += [f"--exclude={','.join(self._dead)}"] if self._dead else []
-        return [words[0], *own, *words[1:]]
+        env = {n: v for n, v in os.environ.items() if not (fewer and n == "SLURM_GPUS")}
+        return [words[0], *own, *words[1:]], env
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of that command: not with the GPUs of all nodes, if it is fewer.
-
-        Without a request of its own, a step gets all GPUs that the job has on its nodes.
-        """
-        fewer = self._dead or self._spares
-        return {n: v for n, v in os.environ.items() if not (fewer and n == "SLURM_GPUS")}
-
-    def exclude_dead(self) -> str:
-        """Exclude nodes that do not answer; return why the run cannot continue here, or ''.
+    def exclude_dead(self) -> bool:
+        """After a failure, exclude nodes that do not answer; return whether half are left.
 
         If no node answers, not even the node of this process, Slurm is at fault: none is excluded.
         """
         self._failed = True
         with ThreadPoolExecutor(32) as pool:  # nodes asked at the same time
-            alive = dict(zip(self._nodes, pool.map(answers, self._nodes), strict=True))
-        if not any(alive.values()):
-            return ""
-        self._dead += [node for node in self._nodes if not alive[node]]
-        self._nodes = [node for node in self._nodes if alive[node]]
-        if 2 * len(self._nodes) < self._wanted:
-            return (
-                f"{len(self._nodes)} of {self._wanted} nodes are left ({listed(self._dead)} lost)"
-            )
-        return ""
+            alive = list(pool.map(answers, self._tasks))
+        dead = [node for node, answer in zip(self._tasks, alive, strict=True) if not answer]
+        for node in dead if any(alive) else ():
+            self._dead.append(node)
+            del self._tasks[node]
+        return 2 * len(self._tasks) >= self._wanted
 
-    def describe(self) -> str:
-        """Return "on 3 nodes, without n3"."""
+    def __str__(self) -> str:
         without = f", without {listed(self._dead)}" if self._dead else ""
-        return f"on {counted(min(self._wanted, len(self._nodes)), 'node')}{without}"
+        return f"{counted(min(self._wanted, len(self._tasks)), 'node')}{without}"
 
 
 def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
@@ -307,8 +292,8 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
     Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun,
     and RunError if `wanted` is given and scontrol fails.
     """
-    nodes: list[str] = []
-    if Path(words[0]).name == "srun" and (names := os.environ.get("SLURM_JOB_NODELIST")):
+    nodes, env = [], os.environ
+    if Path(words[0]).name == "srun" and (names := env.get("SLURM_JOB_NODELIST")):
         try:
             nodes = ask("scontrol", "show", "hostnames", names).split()
         except RunError as error:
@@ -320,8 +305,7 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
             raise UsageError("--nodes is for srun in a Slurm job: mpirun gets its hosts itself")
         return None
     # The options of srun end at the first command, such as numactl, which has a -N of its own.
-    options = takewhile(lambda word: word.startswith("-") or not shutil.which(word), words[1:])
-    for word in options:
+    for word in takewhile(lambda word: word.startswith("-") or not shutil.which(word), words[1:]):
         if word.split("=")[0] in OWN or word[:2] in OWN:
             raise UsageError(
                 f"srun {word}: leave nodes and tasks to sbatch and to supervise --nodes, which"
@@ -329,30 +313,22 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
             )
     if wanted is not None and wanted > len(nodes):
         raise UsageError(f"--nodes {wanted}: the job has {len(nodes)}")
-    tasks = tasks_by_node(os.environ.get("SLURM_TASKS_PER_NODE", ""))
-    if (tasks_per_node := os.environ.get("SLURM_NTASKS_PER_NODE", "")).isdigit():
-        tasks = len(nodes) * [int(tasks_per_node)]
+    tasks = tasks_by_node(env.get("SLURM_TASKS_PER_NODE", ""))
+    if (per_node := env.get("SLURM_NTASKS_PER_NODE", "")).isdigit():
+        tasks = len(nodes) * [int(per_node)]
     elif len(tasks) != len(nodes):
         tasks = len(nodes) * [max(tasks, default=1)]
-    return Allocation(nodes, tasks, wanted)
+    return Allocation(nodes, tasks, wanted or len(nodes))
 
 
 def answers(node: str) -> bool:
     """Whether a step runs on this node."""
-    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mpi=none"]
-    own = (*REQUESTS, "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
+    words = [*srun_words(), "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
     try:
-        step = subprocess.run(
-            [*command, f"--nodelist={node}", "true"],
-            env={name: value for name, value in os.environ.items() if name not in own},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=ANSWER_WITHIN,
-            start_new_session=True,  # Ctrl-C does not mean that the node is dead
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        ask(*words, "--mpi=none", f"--nodelist={node}", "true", within=ANSWER_WITHIN)
+    except RunError:
         return False
-    return step.returncode == 0
+    return True
 
 
 def restarts() -> int:

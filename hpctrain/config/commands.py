@@ -162,12 +162,7 @@ class SweepConfig(Settings):
         "write the settings for slurm/sweep.sbatch, print the numbers left to train, and exit",
         False,
     )
-    progress: Literal["auto", "live", "plain", "none"] = option(
-        "show a live table, or plain = a line per network; auto = live on a terminal",
-        "auto",
-        group="Output",
-    )
-    results: bool = option("write results.csv from the records and exit", False)
+    results: bool = option("write results.csv from the records and exit", False, group="Output")
     dry_run: bool = option("print networks, slots and the launch line, and exit", False)
 
 

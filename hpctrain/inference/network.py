@@ -71,7 +71,9 @@ def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
         if (path / find.SWEEP_FILE).is_file():
             if not best:
                 raise UsageError(f"{path} is a sweep: name one of its runs, or give --best")
-            run, why = find.best_run(path)
+            if not (ranked := find.ranked_runs(path)):
+                raise UsageError(f"{path}: no network has ended yet")
+            run, why = ranked[0]
             say(f"best of {path}: {run.name}, by {why}", sys.stderr)
             return run / find.NETWORK_FILE
         for file in (path, path / find.NETWORK_FILE):

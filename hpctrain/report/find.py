@@ -1,4 +1,4 @@
-"""Find runs and sweeps by name or path, the checkpoints of a run, the best run of a sweep."""
+"""Find runs and sweeps by name or path, the checkpoints of a run, the best runs of a sweep."""
 
 from __future__ import annotations
 
@@ -57,18 +57,15 @@ def evaluation_file(folder: Path, split: str) -> Path:
     return folder / f"evaluation-{split}.json"
 
 
-def best_run(sweep: Path) -> tuple[Path, str]:
-    """Return the run with the best saved network of a sweep, and the metric that decided.
+def ranked_runs(sweep: Path) -> list[tuple[Path, str]]:
+    """Return the runs of a sweep that saved a network, the best one first, each with its metric.
 
     Networks are compared by validation, or by the last epoch of training if none has been
     validated; never by the test. The metrics are those of the saved weights: of the last
-    validation, or with --final best of the one with the smallest loss. Raises UsageError if no
-    network has been saved.
+    validation, or with --final best of the one with the smallest loss.
     """
     folders = [folder for folder in sweep_runs(sweep) if (folder / NETWORK_FILE).is_file()]
     histories = [History.read(folder, "none") for folder in folders]
-    if not histories:
-        raise UsageError(f"{sweep}: no network has ended yet")
     settings = [history.facts.get("settings", {}) for history in histories]
     accurate = all(each.get("task", "classify") == "classify" for each in settings)
     split, found = "training", [history.training for history in histories]
@@ -78,10 +75,14 @@ def best_run(sweep: Path) -> tuple[Path, str]:
             last = metrics_of(history.evaluated.get("validation", {}))
             is_best = own.get("final") == "best"
             found[number] = history.best(by_accuracy=False) if is_best else last
-    best = max(range(len(found)), key=lambda number: found[number].score(accurate))
-    value = found[best].accuracy if accurate else found[best].loss
-    what = f"{split} {'accuracy' if accurate else 'loss'}"
-    return folders[best], f"{what} {'unknown' if value is None else format(value, '.4g')}"
+    ranked = []
+    for run, metrics in sorted(
+        zip(folders, found, strict=True), key=lambda each: -each[1].score(accurate)
+    ):
+        value = metrics.accuracy if accurate else metrics.loss
+        what = f"{split} {'accuracy' if accurate else 'loss'}"
+        ranked.append((run, f"{what} {'unknown' if value is None else format(value, '.4g')}"))
+    return ranked
 
 
 def best_file(folder: Path, step: int) -> Path:

@@ -29,7 +29,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,15 +36,15 @@ from rich.live import Live
 from rich.table import Table
 
 from hpctrain import launch
-from hpctrain.cluster import LEFT, REQUESTS, tasks_by_node
+from hpctrain.cluster import LEFT, srun_words, tasks_by_node
 from hpctrain.config import SweepConfig, require_trust, to_toml
 from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
-from hpctrain.report.console import Console, dumb_terminal, output_width, terminal_columns
-from hpctrain.report.find import SWEEP_FILE, find_folder
+from hpctrain.report.console import make_console
+from hpctrain.report.find import SWEEP_FILE, find_folder, ranked_runs
 from hpctrain.report.history import UNKNOWN, History
 from hpctrain.sweep.file import SweepNetwork, read_sweep
-from hpctrain.text import ranges, short_number
+from hpctrain.text import ranges, say, short_number
 from hpctrain.training.control import STOP_FILE, RunLock, is_locked, request_stop
 
 RESULTS_FILE = "results.csv"
@@ -57,46 +56,35 @@ POLL_EVERY = 0.2  # seconds between checks of processes, records, locks and the 
 def main(settings: SweepConfig) -> int:
     """Check everything, then launch. Exit code 0: all done, 1: some failed, 75: to be resumed."""
     file, networks, folder = find_sweep(settings)
-    is_new, trust = not folder.exists(), ["--trust-code"] if settings.trust_code else []
-    if settings.results and is_new:
-        raise UsageError(f"--results: there is no sweep {folder} yet")
-    terminal = terminal_columns() is not None and not dumb_terminal()
-    live = settings.progress == "live" or (settings.progress == "auto" and terminal)
-    console = Console(width=output_width(), force_terminal=live, quiet=settings.progress == "none")
-    tell = partial(console.print, soft_wrap=True)
-    slots: list[Slot] = []
-    if settings.dry_run or not (settings.prepare or settings.results):
-        slots = find_slots(settings, networks)
-    if settings.dry_run:
-        for network in networks:
-            tell(network.name)
-        where = "; ".join(f"{slot.number}: {slot}" for slot in slots)
-        tell(f"{len(networks)} networks in {len(slots)} slots ({where})")
-        tell(f"launch: {shlex.join([*slots[0].command, f'{folder}/{networks[0].name}.toml'])}")
-        return 0
     trainings = read_trainings(folder, networks, settings.retry)
     left = [training for training in trainings if training.status not in FINAL]
-    if not (is_new or left or settings.results):
-        tell(f"{folder} has ended: {counts(trainings)}")
-        return int(any(training.status == "failed" for training in trainings))
-    if not settings.results:
-        for network in networks:
-            require_trust(vars(network.config), file, settings.trust_code)
-        check_data(networks)
+    if settings.results and not folder.exists():
+        raise UsageError(f"--results: there is no sweep {folder} yet")
+    slots = find_slots(settings, networks) if settings.dry_run or not settings.prepare else []
+    if settings.dry_run:
+        where = "; ".join(f"{slot.number}: {slot}" for slot in slots)
+        command = shlex.join([*slots[0].command, f"{folder}/{networks[0].name}.toml"])
+        say("\n".join(network.name for network in networks))
+        say(f"{len(networks)} networks in {len(slots)} slots ({where})\nlaunch: {command}")
+        return 0
+    if settings.results or not left:
+        return conclude(folder, trainings)
+    for network in networks:
+        require_trust(vars(network.config), file, settings.trust_code)
+    check_data(networks)
     lock = RunLock()
     folder.mkdir(parents=True, exist_ok=True)
     if not lock.take(folder):
         raise UsageError(f"the sweep {folder} is at work: stop it first, or choose another --run")
     try:
-        if settings.results:
-            return conclude(folder, trainings, console)
         write_settings(folder, file, networks, settings.runs_dir)
-        tell(f"{folder}: {len(left)} of {len(trainings)} networks to train")
+        say(f"{folder}: {len(left)} of {len(trainings)} networks to train")
         (folder / STOP_FILE).unlink(missing_ok=True)
         if not settings.prepare:
-            return drive(folder, trainings, slots, console)
+            return drive(folder, trainings, slots)
         numbers = ranges([training.network.number for training in left]).replace(" ", "")
-        tell(f"sbatch --array={numbers} slurm/sweep.sbatch {shlex.join([str(folder), *trust])}")
+        words = [str(folder), *["--trust-code"] * settings.trust_code]
+        say(f"sbatch --array={numbers} slurm/sweep.sbatch {shlex.join(words)}")
         return 0
     finally:
         lock.release()
@@ -105,29 +93,27 @@ def main(settings: SweepConfig) -> int:
 def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
     """Return the sweep's file, its networks, and its folder, which may not exist yet.
 
-    The folder is the one that was named, or that of --run; else the newest one of the same file
+    The folder is that of --run, else the one that was named; else the newest one of the same file
     whose sweep has not ended; else a new one, named by the time. Raises UsageError.
     """
-    file, runs = Path(settings.file), Path(settings.runs_dir)
+    file, runs, folder = Path(settings.file), Path(settings.runs_dir), None
     if not file.is_file():
         if file.suffix == ".toml":
             raise UsageError(f"there is no file {file}")
         folder = find_folder(settings.file, settings.runs_dir)
         file = folder / SWEEP_FILE
-        if settings.run is None:
-            return file, read_sweep(file), folder
     networks, text = read_sweep(file), file.read_bytes()
-    if settings.run is not None:
-        folder = runs / settings.run
+    folder = runs / settings.run if settings.run else folder
+    if folder:
         copy = folder / SWEEP_FILE
         if folder.exists() and not (copy.is_file() and copy.read_bytes() == text):
             raise UsageError(f"{folder} is no sweep of this {file}: choose another --run")
         return file, networks, folder
-    copies = sorted(runs.glob(f"*-sweep*/{SWEEP_FILE}"), reverse=True)
-    for folder in [copy.parent for copy in copies if copy.read_bytes() == text]:
-        found = read_trainings(folder, networks, settings.retry)
-        if any(training.status not in FINAL for training in found):
-            return file, networks, folder
+    for copy in sorted(runs.glob(f"*-sweep*/{SWEEP_FILE}"), reverse=True):
+        if copy.read_bytes() == text:
+            found = read_trainings(copy.parent, networks, settings.retry)
+            if any(training.status not in FINAL for training in found):
+                return file, networks, copy.parent
     folder = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
     while folder.exists():
         folder = folder.with_name(f"{folder.name}-2")
@@ -225,9 +211,8 @@ def step_words(ranks: int) -> tuple[list[str], int]:
         raise UsageError(f"--ranks-per-network {ranks}: the allocation has {sum(tasks)} tasks")
     fit = sum(count // ranks for count in tasks) if ranks <= max(tasks) else sum(tasks) // ranks
     nodes = math.ceil(ranks / max(tasks))
-    inherited = [word for name in REQUESTS if name in env for word in ("-u", name)]
-    words = ["env", *inherited] if inherited else []
-    words += ["srun", "--exact", f"--nodes={nodes}", f"--ntasks={ranks}", "--kill-on-bad-exit=1"]
+    words = [*srun_words(), "--exact", f"--nodes={nodes}", f"--ntasks={ranks}"]
+    words.append("--kill-on-bad-exit=1")
     cores = env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_PER_GPU", "1")
     words += [f"--mpi={env.get('HPCTRAIN_PMI', 'pmix')}", f"--cpus-per-task={cores}"]
     memory = env.get("SLURM_MEM_PER_NODE", "")
@@ -239,13 +224,14 @@ def step_words(ranks: int) -> tuple[list[str], int]:
 
 
 class Training:
-    """One network of a sweep: its status, its history, and its process while it is trained."""
+    """One network of a sweep: its status and its history, and its launch while it is trained."""
 
     def __init__(
         self, folder: Path, network: SweepNetwork, known: dict[str, str], retry: bool
     ) -> None:
         """`known` is the line of an earlier results.csv. The run is not running."""
         self.network, self.run = network, folder / network.name
+        self.log = Path(f"{self.run}.log")
         self.history = History.read(self.run, "none")
         self.status, self.reason, _ = self.history.launch.outcome
         if self.status != "done" and known.get("status") == "failed":
@@ -257,17 +243,15 @@ class Training:
             self.status, self.reason = "unfinished", None
 
     def launch(self, slot: Slot, sessions: str) -> None:
-        """Start the process in a slot. Raises RunError if it cannot be started."""
+        """Start the network in a slot. Raises RunError if it cannot be started."""
         (self.run / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
         self.slot, self.requested = slot, ""  # preempt, stop or kill
-        self.log = Path(f"{self.run}.log")
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        self._record = launch.LaunchRecord(self.run)
         own = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {}
         env = launch.environment({**launch.UNBOUND, **own, **launch.own_sessions(sessions)})
         command = [*slot.command, f"{self.run}.toml"]
-        self.process = launch.start(command, self.log, env, slot.cores)
-        self.history, self.status, self.reason = self._record.history, "running", None
+        self.launched = launch.LaunchedRun(self.run, command, env, self.log, slot.cores)
+        self.history, self.status, self.reason = self.launched.history, "running", None
 
     def request(self, what: str) -> None:
         """Ask the run to "preempt" (save and exit with 75), or to "stop" after its next step.
@@ -276,20 +260,20 @@ class Training:
         """
         if what == "preempt" and self.requested in ("", "stop"):
             self.requested = what
-            self.process.send_signal(launch.NOTICE)
+            self.launched.notify()
         elif not self.requested and self.run.is_dir():
             self.requested = what
             request_stop(self.run)
 
     def has_ended(self) -> bool:
         """Whether the process has ended; then the status is set, to "preempted" only by others."""
-        if (code := self.process.poll()) is not None:
+        if (code := self.launched.process.poll()) is not None:
             (self.run / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
             self.status, self.reason = self._outcome(code)
         return code is not None
 
     def _outcome(self, code: int) -> tuple[str, str | None]:
-        own = self._record.outcome().status
+        own = self.launched.outcome().status
         outcome = self.history.launch.outcome
         output = self.log.read_bytes()[self._log_start :].decode(errors="replace")
         if own == "done" or (code == 0 and outcome.status == "done"):
@@ -308,18 +292,21 @@ class Training:
 
     def row(self) -> tuple[str, str, str]:
         """Return name, status and progress: "epoch 3 of 20, validation 0.9120, 12 s"."""
-        history, texts = self.history, []
-        if epochs := history.facts.get("epochs"):
-            texts.append(f"epoch {history.completed} of {epochs}")
+        history, epochs = self.history, self.history.facts.get("epochs")
         best = history.best_validation()
         shown = {"training": history.training} if best == UNKNOWN else {"validation": best}
-        for split, (loss, accuracy) in (shown | {"test": history.test}).items():
-            value = short_number(loss if accuracy is None else accuracy)
-            texts += [f"{split} {value}"] if value else []
-        texts += [f"{history.seconds:.0f} s"] if texts else []
-        texts += [self.reason] if self.reason else []
-        texts += [f"see {self.run}.log"] if self.status == "failed" else []
-        return self.network.name, self.status, ", ".join(texts)
+        values = {
+            split: short_number(metrics.loss if metrics.accuracy is None else metrics.accuracy)
+            for split, metrics in (shown | {"test": history.test}).items()
+        }
+        texts = [
+            f"epoch {history.completed} of {epochs}" if epochs else "",
+            *(f"{split} {value}" for split, value in values.items() if value),
+            f"{history.seconds:.0f} s" if epochs else "",
+            self.reason,
+            f"see {self.log}" if self.status == "failed" else "",
+        ]
+        return self.network.name, self.status, ", ".join(filter(None, texts))
 
 
 def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
@@ -333,7 +320,7 @@ def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> l
     return [Training(folder, each, known.get(each.name, {}), retry) for each in networks]
 
 
-def drive(folder: Path, trainings: list[Training], slots: list[Slot], console: Console) -> int:
+def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
     """Train until all networks have ended or the sweep must end. Return the exit code.
 
     On the first signal all networks are preempted; on a second Ctrl-C or SIGTERM they are killed.
@@ -341,11 +328,10 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot], console: C
     """
     running: list[Training] = []
     waiting = [training for training in trainings if training.status not in FINAL]
-    tell = partial(console.print, soft_wrap=True)
     ending = ""  # why no network begins any more: STOP, or what preempted the sweep
     sessions = tempfile.TemporaryDirectory(prefix="hpctrain-", ignore_cleanup_errors=True)
     # Not refreshed by a thread, because this process forks.
-    live = Live(console=console, auto_refresh=False, transient=True)
+    live = Live(console=make_console(), auto_refresh=False, transient=True)
     with launch.caught_signals() as signals, sessions as place, live:
         while running or (waiting and not ending):
             before = ending
@@ -361,16 +347,16 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot], console: C
                         ending = f"{training.network.name} was preempted: {training.reason}"
                 write_results(folder, trainings)
                 final = sum(each.status in FINAL for each in trainings)
-                tell(f"{'  '.join(training.row())}  ({final} of {len(trainings)})")
+                say(f"{'  '.join(training.row())}  ({final} of {len(trainings)})")
             if running and ending != before:
                 how = "stop" if ending == STOP_FILE else "save and end; once more ends them at once"
-                tell(f"{ending}: the networks {how}")
+                say(f"{ending}: the networks {how}")
             for training in running if ending else ():
                 training.request("stop" if ending == STOP_FILE else "preempt")
             if launch.is_repeated(signals):
                 for training in running:
                     training.requested = "kill"
-                launch.end(*(training.process for training in running))
+                launch.end(*(training.launched.process for training in running))
             used = [training.slot for training in running]
             free = [slot for slot in slots if slot not in used and not ending]
             for training in list(waiting) if free else ():
@@ -379,19 +365,18 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot], console: C
                     training.launch(free.pop(0), place)
                     running.append(training)
                     write_results(folder, trainings)
-                    if not console.is_terminal:
-                        slot = training.slot
-                        tell(f"{training.network.name} begins in slot {slot.number} ({slot})")
+                    slot = training.slot
+                    say(f"{training.network.name} begins in slot {slot.number} ({slot})")
             for training in running:
                 training.history.follow()
             places = [(f"slot {each.slot.number}", f"{each.slot}", *each.row()) for each in running]
             live.update(grid(places), refresh=True)
             time.sleep(POLL_EVERY)
     (folder / STOP_FILE).unlink(missing_ok=True)
-    code = conclude(folder, trainings, console)
+    code = conclude(folder, trainings)
     if ending in ("", STOP_FILE):
         return code
-    tell(f"preempted ({ending}); the same command resumes")
+    say(f"preempted ({ending}); the same command resumes")
     return LEFT
 
 
@@ -411,21 +396,18 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
         csv.writer(file).writerows(lines)
 
 
-def conclude(folder: Path, trainings: list[Training], console: Console) -> int:
-    """Write results.csv and print the networks. Return 1 if one has failed, else 0.
+def conclude(folder: Path, trainings: list[Training]) -> int:
+    """Write results.csv and print the networks, the best ones first.
 
-    The best one, by validation, or by training without one, comes first; the test never decides.
+    Return 1 if one has failed, else 0.
     """
     write_results(folder, trainings)
-    accurate = all(training.network.config.task == "classify" for training in trainings)
-
-    def score(training: Training) -> float:
-        best = training.history.best_validation()
-        return (training.history.training if best == UNKNOWN else best).score(accurate)
-
-    console.print(grid([each.row() for each in sorted(trainings, key=score, reverse=True)]))
-    console.print(f"{folder}: {counts(trainings)}", soft_wrap=True)
-    return int(any(training.status == "failed" for training in trainings))
+    by_run = {training.run: training for training in trainings}
+    best = [by_run[run] for run, _ in ranked_runs(folder) if run in by_run]
+    make_console().print(grid([each.row() for each in dict.fromkeys([*best, *trainings])]))
+    counts = Counter(training.status for training in trainings)
+    say(f"{folder}: {', '.join(f'{counts[status]} {status}' for status in sorted(counts))}")
+    return int("failed" in counts)
 
 
 def grid(rows: Sequence[Sequence[str]]) -> Table:
@@ -434,9 +416,3 @@ def grid(rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def counts(trainings: list[Training]) -> str:
-    """Count the networks by status: "4 done, 1 failed"."""
-    found = Counter(training.status for training in trainings)
-    return ", ".join(f"{found[status]} {status}" for status in sorted(found))

@@ -365,7 +365,7 @@ NODES = {  # nodes, tasks, how many are used -> options of the launches, and wha
         *("--nodes=2 --ntasks=3 --overlap --exclude=n2 X, GPUs none", "without n2"),
     ),
     "Slurm is mute": ("n2 n4", {}, None, "X, GPUs 10", "--overlap X, GPUs 10", "on 2 nodes, after"),
-    "few": ("n1 n2 n4", {}, None, "X, GPUs 10", None, r"1 of 3 nodes are left (n2, n4 lost)"),
+    "few": ("n1 n2 n4", {}, None, "X, GPUs 10", None, "left (1 node, without n2, n4)"),
     "half": (
         *("n1 n2", {}, None, "X, GPUs 10"),
         *("--nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --exclude=n2 X, GPUs none", "n2"),

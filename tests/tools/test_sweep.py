@@ -53,7 +53,7 @@ class Sweep:
 
     def words(self, text, slots=2):
         (self.place / "s.toml").write_text(text)
-        return ["sweep", "s.toml", "--run", "s", "--slots", str(slots), "--progress", "plain"]
+        return ["sweep", "s.toml", "--run", "s", "--slots", str(slots)]
 
     def run(self, text=THREE, slots=2, *words):
         return alone(*self.words(text, slots), *words, env=self.env)
@@ -177,7 +177,7 @@ def test_kill_9_ends_the_networks_too_and_the_same_command_goes_on(sweep):
     assert sweep.run(slots=3).code == 0
     assert sorted(sweep.events("begin")) == ["01", "01", "02", "02", "03"]
     assert sweep.epochs() == [2, 2, 2]
-    assert sweep.run().out == "runs/s has ended: 3 done\n"
+    assert sweep.run().out.endswith("runs/s: 3 done\n")
     assert len(sweep.events("begin")) == 5
 
 
@@ -215,7 +215,8 @@ def results(sweep, networks):
     assert alone(*sweep.words(text), "--prepare").code == 0
     for name, lines in zip(names, networks, strict=True):
         if lines:
-            make_run(sweep.folder / f"0{name[1:]}-{name}", run_line(), *lines)
+            run = make_run(sweep.folder / f"0{name[1:]}-{name}", run_line(), *lines)
+            (run / "model.safetensors").touch()
     ended = alone(*sweep.words(text), "--results")
     assert ended.code == 0, ended.err
     return dict(re.findall(r"0\d-(n\d)\W+([a-z]+)", ended.out))
@@ -232,7 +233,7 @@ def accuracies(training, test, *validations):
 @pytest.mark.parametrize(
     ("figures", "order"),  # of training, test and validations
     [
-        ([(0.9, 1.0, 0.7, 0.8), (0.5, 0.6, 0.95, 0.7), (0.6, 0.7, 0.85)], ["n2", "n3", "n1"]),
+        ([(0.9, 1.0, 0.7, 0.8), (0.5, 0.6, 0.95, 0.7), (0.6, 0.7, 0.85)], ["n3", "n1", "n2"]),
         ([(0.5, 1.0), (0.9, 0.1)], ["n2", "n1"]),  # nothing was validated
     ],
 )
