@@ -96,7 +96,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "idle": NUMBER,  # share of a step that ranks wait for the slowest
         "slowest_rank": COUNT,  # most often
         "slowest_share": NUMBER,  # of the steps
-        "digest": TEXT,
+        "digest": EXACT_TEXT,
     },
 }
 
