@@ -145,7 +145,7 @@ class SweepConfig(Settings):
     file: str = option("TOML file of the networks; or a sweep, by name or folder", ...)
     trust_code: bool = option(TRUST_CODE, False)
     run: str | None = option(
-        "name of the sweep, to resume it; default: the newest unfinished of this file, or time",
+        "name of the sweep, by which it is resumed; default: that of its file",
         check=check_folder_name,
     )
     runs_dir: str = option(*RUNS_DIR)

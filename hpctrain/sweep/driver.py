@@ -93,30 +93,19 @@ def main(settings: SweepConfig) -> int:
 def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
     """Return the sweep's file, its networks, and its folder, which may not exist yet.
 
-    The folder is that of --run, else the one that was named; else the newest one of the same file
-    whose sweep has not ended; else a new one, named by the time. Raises UsageError.
+    The folder has the name given by --run, else that of the file, unless it was named in place of a
+    file. Raises UsageError.
     """
-    file, runs, folder = Path(settings.file), Path(settings.runs_dir), None
+    file, runs_dir = Path(settings.file), settings.runs_dir
+    folder = Path(runs_dir) / (settings.run or file.stem)
     if not file.is_file():
         if file.suffix == ".toml":
             raise UsageError(f"there is no file {file}")
-        folder = find_folder(settings.file, settings.runs_dir)
-        file = folder / SWEEP_FILE
-    networks, text = read_sweep(file), file.read_bytes()
-    folder = runs / settings.run if settings.run else folder
-    if folder:
-        copy = folder / SWEEP_FILE
-        if folder.exists() and not (copy.is_file() and copy.read_bytes() == text):
-            raise UsageError(f"{folder} is no sweep of this {file}: choose another --run")
-        return file, networks, folder
-    for copy in sorted(runs.glob(f"*-sweep*/{SWEEP_FILE}"), reverse=True):
-        if copy.read_bytes() == text:
-            found = read_trainings(copy.parent, networks, settings.retry)
-            if any(training.status not in FINAL for training in found):
-                return file, networks, copy.parent
-    folder = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
-    while folder.exists():
-        folder = folder.with_name(f"{folder.name}-2")
+        named = find_folder(settings.file, runs_dir)
+        file, folder = named / SWEEP_FILE, folder if settings.run else named
+    networks, copy = read_sweep(file), folder / SWEEP_FILE
+    if folder.exists() and not (copy.is_file() and copy.read_bytes() == file.read_bytes()):
+        raise UsageError(f"{folder} is no sweep of this {file}: choose another --run")
     return file, networks, folder
 
 
@@ -169,9 +158,7 @@ def find_slots(settings: SweepConfig, networks: list[SweepNetwork]) -> list[Slot
     train = [sys.executable, "-m", "hpctrain", "train", "--config"]
     train[-1:-1] = ["--trust-code"] if settings.trust_code else []
     if settings.launcher == "srun" and not inside:
-        raise UsageError(
-            "--launcher srun: this is no Slurm allocation; --prepare is for job arrays"
-        )
+        raise UsageError("--launcher srun: this is no Slurm job; --prepare is for job arrays")
     if inside and settings.launcher != "mpirun":
         words, count = step_words(ranks)
         return [Slot(n + 1, [*words, *train]) for n in range(settings.slots or count)]
@@ -245,25 +232,12 @@ class Training:
     def launch(self, slot: Slot, sessions: str) -> None:
         """Start the network in a slot. Raises RunError if it cannot be started."""
         (self.run / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
-        self.slot, self.requested = slot, ""  # preempt, stop or kill
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.slot, self._log_start = slot, self.log.stat().st_size if self.log.exists() else 0
         own = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {}
         env = launch.environment({**launch.UNBOUND, **own, **launch.own_sessions(sessions)})
         command = [*slot.command, f"{self.run}.toml"]
         self.launched = launch.LaunchedRun(self.run, command, env, self.log, slot.cores)
         self.history, self.status, self.reason = self.launched.history, "running", None
-
-    def request(self, what: str) -> None:
-        """Ask the run to "preempt" (save and exit with 75), or to "stop" after its next step.
-
-        To be called again until its folder exists.
-        """
-        if what == "preempt" and self.requested in ("", "stop"):
-            self.requested = what
-            self.launched.notify()
-        elif not self.requested and self.run.is_dir():
-            self.requested = what
-            request_stop(self.run)
 
     def has_ended(self) -> bool:
         """Whether the process has ended; then the status is set, to "preempted" only by others."""
@@ -280,10 +254,10 @@ class Training:
             return "done", outcome.reason
         if own == "stopped":
             return "stopped", outcome.reason
-        if own == "failed" and self.requested != "kill":
-            return "failed", outcome.reason or launch.last_error_line(output)
-        if self.requested in ("preempt", "kill"):
+        if self.launched.is_notified:  # it saved, was killed, or fails again
             return "unfinished", None
+        if own == "failed":
+            return "failed", outcome.reason or launch.last_error_line(output)
         if code == LEFT:
             return "preempted", outcome.reason
         if code < 0:
@@ -311,12 +285,10 @@ class Training:
 
 def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
     """Return all networks of a sweep. With `retry`, those that have failed are unfinished."""
-    known: dict[str, dict[str, str]] = {}
-    with (
-        suppress(OSError, KeyError, ValueError),  # not there, or changed by another program
-        open(folder / RESULTS_FILE, newline="", encoding="utf-8") as file,
-    ):
-        known = {row["name"]: row for row in csv.DictReader(file)}
+    known: dict[str | None, dict[str, str]] = {}
+    if (path := folder / RESULTS_FILE).exists():
+        with open(path, newline="", encoding="utf-8") as file:
+            known = {row.get("name"): row for row in csv.DictReader(file)}
     return [Training(folder, each, known.get(each.name, {}), retry) for each in networks]
 
 
@@ -352,21 +324,23 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
                 how = "stop" if ending == STOP_FILE else "save and end; once more ends them at once"
                 say(f"{ending}: the networks {how}")
             for training in running if ending else ():
-                training.request("stop" if ending == STOP_FILE else "preempt")
+                if ending != STOP_FILE:
+                    training.launched.notify()
+                elif training.run.is_dir():  # else it has just begun
+                    request_stop(training.run)
             if launch.is_repeated(signals):
-                for training in running:
-                    training.requested = "kill"
                 launch.end(*(training.launched.process for training in running))
             used = [training.slot for training in running]
             free = [slot for slot in slots if slot not in used and not ending]
-            for training in list(waiting) if free else ():
-                if free and not (training.run.is_dir() and is_locked(training.run)):
-                    waiting.remove(training)
-                    training.launch(free.pop(0), place)
-                    running.append(training)
-                    write_results(folder, trainings)
-                    slot = training.slot
-                    say(f"{training.network.name} begins in slot {slot.number} ({slot})")
+            ready = (
+                each for each in [*waiting] if not each.run.is_dir() or not is_locked(each.run)
+            )
+            for slot, training in zip(free, ready, strict=False):
+                waiting.remove(training)
+                training.launch(slot, place)
+                running.append(training)
+                write_results(folder, trainings)
+                say(f"{training.network.name} begins in slot {slot.number} ({slot})")
             for training in running:
                 training.history.follow()
             places = [(f"slot {each.slot.number}", f"{each.slot}", *each.row()) for each in running]

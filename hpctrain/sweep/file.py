@@ -16,10 +16,11 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from hpctrain.config import Config, check_settings, from_table, load_toml
-from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.errors import UsageError
 
 MOST = 10_000  # networks
 LONGEST_NAME = 80  # characters
@@ -43,21 +44,16 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
     """
     tables = load_toml(str(path))
     for key, content in tables.items():
-        if key not in TABLES:
-            raise UsageError(f"{path}: there is no table {key!r}{did_you_mean(key, TABLES)}")
-        is_table = isinstance(content, TABLES[key])
-        if not is_table or (key == "variant" and not all(isinstance(t, dict) for t in content)):
-            header = "[[variant]]" if key == "variant" else f"[{key}]"
-            raise UsageError(f"{path}: {key} must be a table, {header}")
+        if not isinstance(content, TABLES.get(key, NoneType)):
+            raise UsageError(f"{path}: {key} is none of the tables [base], [grid] and [[variant]]")
     grid, variants = tables.get("grid", {}), tables.get("variant", [])
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UsageError(f"{path}, [grid]: {key} must be a list of values, not {values}")
     count = len(variants) + (math.prod(map(len, grid.values())) if grid else 0)
-    if count > MOST:
-        raise UsageError(f"{path}: {count:,} networks are more than {MOST:,}")
-    if count == 0:
-        raise UsageError(f"{path}: there is no network: give a [grid] or at least one [[variant]]")
+    if not 0 < count <= MOST:
+        limits = f"there must be one, in a [grid] or a [[variant]], and at most {MOST:,}"
+        raise UsageError(f"{path}: {count:,} networks; {limits}")
     points = itertools.product(*grid.values()) if grid else ()
     given = [("[grid]", "", dict(zip(grid, point, strict=True))) for point in points]
     for table in variants:

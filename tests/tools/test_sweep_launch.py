@@ -137,7 +137,7 @@ def steps(shown):
 def test_steps_fill_an_allocation(dry_run, ranks, tasks, slots, nodes):
     env = JOB | {"SLURM_TASKS_PER_NODE": tasks}
     count, words = steps(dry_run("--ranks-per-network", ranks, env=env))
-    assert count == slots
+    assert (count, words[-1]) == (slots, "runs/s/01-seed=1.toml")  # the sweep is named by its file
     assert {"--exact", f"--nodes={nodes}", f"--ntasks={ranks}", "--mpi=pmix"} <= set(words)
     assert not any(word.startswith(("--mem", "--gpus")) for word in words)
 
