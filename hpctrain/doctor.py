@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -189,6 +189,7 @@ def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
 
 
 def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
+    local_rank = mpi.comm_of_host(comm).rank if mpi else 0  # collective
     nodes = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]  # kfd: all of AMD
     found: dict[str, Any] = {"torch_error": "", "gpus": [], "gpu_nodes": nodes, "gpu_problem": ""}
     try:
@@ -201,7 +202,7 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            place = device.choose_device("auto", mpi.comm_of_host(comm).rank if mpi else 0)
+            place = device.choose_device("auto", local_rank)
         except UsageError as error:
             warnings.warn(first_line(error.__cause__ or error), stacklevel=1)
     if place.type == "cuda":
@@ -325,9 +326,7 @@ def _judge_allreduce(ranks: Ranks) -> Iterable[Finding]:
         )
 
 
-#: What collects facts of this rank (with parallel.mpi and the communicator, or None without MPI),
-#: and what judges those of all ranks.
-CHECKS: Sequence[tuple[Callable[[Any, Any], dict[str, Any]], Callable[[Ranks], Iterable[Finding]]]]
+#: Collect facts of this rank, with parallel.mpi and the communicator (None without MPI); judge all.
 CHECKS = (
     (_collect_versions, _judge_versions),
     (_collect_mpi, _judge_mpi),

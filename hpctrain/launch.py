@@ -35,6 +35,7 @@ UNBOUND = {
 # MPICH, srun and flux forward it; MPICH's mpirun does not survive SIGUSR2.)
 NOTICE = signal.SIGUSR1
 CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ReceivedSignals = list[tuple[signal.Signals, float]]  # with their times
 REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
 KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
 ERROR = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
@@ -64,15 +65,15 @@ def own_sessions(folder: str) -> dict[str, str]:
 
 
 @contextmanager
-def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
+def caught_signals() -> Iterator[ReceivedSignals]:
     """Within the block, append each signal in `CAUGHT` and its time to the list yielded."""
-    received: list[tuple[signal.Signals, float]] = []
+    received: ReceivedSignals = []
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
     with signals_handled(CAUGHT[ignored:], lambda n: received.append((n, time.monotonic()))):
         yield received
 
 
-def is_repeated(signals: Sequence[tuple[signal.Signals, float]]) -> bool:
+def is_repeated(signals: ReceivedSignals) -> bool:
     """Whether Ctrl-C or SIGTERM was received twice: the sender does not want to wait."""
     times = [at for number, at in signals if number in (signal.SIGINT, signal.SIGTERM)]
     return bool(times) and times[-1] > times[0] + REPEATED_AFTER

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -125,29 +126,30 @@ def parse_command(command: tuple[str, ...]) -> tuple[list[str], Config]:
     return words, config
 
 
+@dataclass
 class Supervisor:
     """Launches a run and restarts it after failures; see the module for the policy."""
 
-    def __init__(
-        self,
-        words: list[str],
-        config: Config,
-        allocation: Allocation | None,
-        signals: list[tuple[signal.Signals, float]],
-    ) -> None:
-        self._words, self._config = words, config
-        self._allocation, self._signals = allocation, signals
-        self._folder = Path(config.runs_dir) / str(config.run)
-        self._deadline = time.monotonic() + config.time_limit if config.time_limit else None
+    words: list[str]
+    config: Config
+    allocation: Allocation | None
+    signals: launch.ReceivedSignals
+
+    def __post_init__(self) -> None:
+        self.folder, limit = (
+            Path(self.config.runs_dir) / str(self.config.run),
+            self.config.time_limit,
+        )
+        self.deadline = time.monotonic() + limit if limit else None
 
     def run(self, max_failures: int) -> int:
         """Launch the run until a verdict ends it; return the exit code."""
         number = fruitless = 0
-        before = saved = newest_step(self._folder)
-        while not self._signals:
+        before = saved = newest_step(self.folder)
+        while not self.signals:
             number += 1
             ended = self._launch(number, before)
-            code, what = ended.verdict(bool(self._signals))
+            code, what = ended.verdict(bool(self.signals))
             if code == LEFT:
                 return self._give_back(what)
             if code is not None:
@@ -159,69 +161,69 @@ class Supervisor:
             if fruitless >= max_failures:
                 tell(f"{what}; {fruitless} in a row without a new checkpoint: giving up")
                 return 1
-            if self._allocation and not self._allocation.exclude_dead():
-                return self._give_back(f"{what}; too few nodes are left ({self._allocation})")
-            if self._deadline and time.monotonic() > self._deadline:
+            if self.allocation and not self.allocation.exclude_dead():
+                return self._give_back(f"{what}; too few nodes are left ({self.allocation})")
+            if self.deadline and time.monotonic() > self.deadline:
                 return self._give_back(f"{what}; the time is up")
-            where = f" on {self._allocation}" if self._allocation else ""
+            where = f" on {self.allocation}" if self.allocation else ""
             after = f"after step {saved:,}" if saved else "from the start"
             tell(f"{what}; restarting{where}, {after}")
             self._wait(PAUSES[min(fruitless, len(PAUSES)) - 1] if fruitless else 0.0)
             with suppress(RunError):  # not begun, or not readable now: the next launch says more
-                if is_locked(self._folder):  # by processes of this launch
-                    tell(f"{self._folder} is still locked: waiting {LOCKED_FOR:.0f} s at most")
-                    self._wait(LOCKED_FOR, lambda: is_locked(self._folder))
-        return self._give_back(f"{self._signals[0][0].name} while no launch was running")
+                if is_locked(self.folder):  # by processes of this launch
+                    tell(f"{self.folder} is still locked: waiting {LOCKED_FOR:.0f} s at most")
+                    self._wait(LOCKED_FOR, lambda: is_locked(self.folder))
+        return self._give_back(f"{self.signals[0][0].name} while no launch was running")
 
     def _launch(self, number: int, saved_before: int) -> EndedLaunch:
         """Launch the run once, and wait for its end; signals are passed on as `launch.NOTICE`."""
-        words, env = self._words, dict(os.environ)
-        if self._allocation:
-            words, env = self._allocation.launch(words)
+        words, env = self.words, dict(os.environ)
+        if self.allocation:
+            words, env = self.allocation.launch(words)
         if number > 1 or restarts():
             words = [*words, "--resume", "auto"]
-        if self._deadline is not None:
-            left = max(self._deadline - time.monotonic(), 1)
+        if self.deadline is not None:
+            left = max(self.deadline - time.monotonic(), 1)
             words = [*words, "--time-limit", f"{left:.0f}s"]
-        before = heartbeats(self._folder)  # of an earlier launch
-        run = launch.LaunchedRun(self._folder, words, env)
-        patience = self._config.hang_timeout + IMPORTS  # as in the watchdog
+        before = heartbeats(self.folder)  # of an earlier launch
+        run = launch.LaunchedRun(self.folder, words, env)
+        patience = self.config.hang_timeout + IMPORTS  # as in the watchdog
         until = time.monotonic() + patience  # after which the launch must have begun
         while (code := run.process.poll()) is None:
-            if self._signals and not run.is_notified:
+            if self.signals and not run.is_notified:
                 if self._is_ended_by_user():
-                    name = self._signals[0][0].name
+                    name = self.signals[0][0].name
                     tell(f"{name}: the run saves and ends; once more ends it at once")
                 run.notify()
-            if launch.is_repeated(self._signals):
+            if launch.is_repeated(self.signals):
                 launch.end(run.process)
             elif time.monotonic() > until:
                 until = math.inf
-                if not run.has_begun() and heartbeats(self._folder) == before:
+                if not run.has_begun() and heartbeats(self.folder) == before:
                     tell(f"no rank of launch {number} has started in {patience:.0f} s: ending it")
                     launch.end(run.process)
             time.sleep(POLL_EVERY)
         began, outcome = run.has_begun(), run.outcome()
         repeats = bool(outcome.status and run.history.launch.end.get("repeats"))
-        if not outcome.status and (found := heartbeats(self._folder)) != before:
+        if not outcome.status and (found := heartbeats(self.folder)) != before:
             outcome = found
-        saved = newest_step(self._folder)
+        saved = newest_step(self.folder)
         return EndedLaunch(number, code, outcome, repeats, began, saved, saved_before)
 
     def _is_ended_by_user(self) -> bool:
         """Whether a signal other than a scheduler's notice was received."""
-        return any(n not in (signal.SIGUSR1, signal.SIGUSR2) for n, _ in self._signals)
+        return any(n not in (signal.SIGUSR1, signal.SIGUSR2) for n, _ in self.signals)
 
     def _give_back(self, why: str) -> int:
         """Exit with 75; requeue the job, if there is one, unless the user ended it."""
         done = "" if self._is_ended_by_user() else requeue()
-        tell(f"{why}; {done or f'the same command with --run {self._config.run} resumes'}")
+        tell(f"{why}; {done or f'the same command with --run {self.config.run} resumes'}")
         return LEFT
 
     def _wait(self, seconds: float, condition: Callable[[], bool] = lambda: True) -> None:
         """Wait while the condition holds, unless a signal comes."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._signals and condition():
+        while time.monotonic() < until and not self.signals and condition():
             time.sleep(POLL_EVERY)
 
 
@@ -289,20 +291,18 @@ class Allocation:
 def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
     """Return the allocation whose nodes the command's srun uses; None without srun or Slurm.
 
-    Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun,
-    and RunError if `wanted` is given and scontrol fails.
+    Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun.
     """
     nodes, env = [], os.environ
     if Path(words[0]).name == "srun" and (names := env.get("SLURM_JOB_NODELIST")):
         try:
             nodes = ask("scontrol", "show", "hostnames", names).split()
         except RunError as error:
-            if wanted is not None:
-                raise
             tell(f"lost nodes will not be excluded ({error})")
+    if wanted is not None and wanted > len(nodes):
+        known = f"srun has {len(nodes)} nodes of a Slurm job; mpirun gets its hosts itself"
+        raise UsageError(f"--nodes {wanted}: {known}")
     if not nodes:
-        if wanted is not None:
-            raise UsageError("--nodes is for srun in a Slurm job: mpirun gets its hosts itself")
         return None
     # The options of srun end at the first command, such as numactl, which has a -N of its own.
     for word in takewhile(lambda word: word.startswith("-") or not shutil.which(word), words[1:]):
@@ -311,13 +311,8 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
                 f"srun {word}: leave nodes and tasks to sbatch and to supervise --nodes, which"
                 " change them when a node is lost"
             )
-    if wanted is not None and wanted > len(nodes):
-        raise UsageError(f"--nodes {wanted}: the job has {len(nodes)}")
-    tasks = tasks_by_node(env.get("SLURM_TASKS_PER_NODE", ""))
-    if (per_node := env.get("SLURM_NTASKS_PER_NODE", "")).isdigit():
-        tasks = len(nodes) * [int(per_node)]
-    elif len(tasks) != len(nodes):
-        tasks = len(nodes) * [max(tasks, default=1)]
+    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")
+    tasks = tasks_by_node(f"{per_node}(x{len(nodes)})" if per_node.isdigit() else per_node)
     return Allocation(nodes, tasks, wanted or len(nodes))
 
 

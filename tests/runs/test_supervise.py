@@ -31,45 +31,34 @@ def settings(tmp_path):
     return short_run(tmp_path) | same
 
 
-# Real runs
-
-
-@pytest.fixture
-def supervise(settings, tmp_path):
-    """A function that starts `hpctrain supervise` of a run on one rank of mpirun."""
-    jobs = []
-
-    def begin(*words, fault="", env=None, **more):
-        program = [sys.executable, "-m", "hpctrain"]
-        command = [*program, "supervise", *words, "--", mpirun(), "-n", "1", *program]
-        command += as_flags({**settings, **more})
-        jobs.append(Job(command, {"HPCTRAIN_FAULT": fault, **(env or {})}, tmp_path))
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
+def supervise(settings, act, *words, **env):
+    """Supervise a run on one rank of mpirun, and `act` on the supervisor after the first checkpoint
+    of a launch; the exit code, and the supervisor's own lines. No process may be left.
+    """
+    program = [sys.executable, "-m", "hpctrain"]
+    command = [*program, "supervise", *words, "--", mpirun(), "-n", "1", *program]
+    job = Job([*command, *as_flags(settings)], env)
+    try:
+        if act:
+            found = run_of(settings) / "checkpoints"
+            before = set(found.glob("*"))
+            wait_for(lambda: job.poll() is not None or set(found.glob("*.safetensors")) - before)
+            assert job.poll() is None, job.communicate()
+            os.kill(job.pid, act)
+        _, err = job.communicate(timeout=200)
+        wait_for(lambda: job.members() == [])
+    finally:
         job.end()
-
-
-def finish(job, seconds=200):
-    """Exit code and the supervisor's own lines; no process may be left."""
-    _, err = job.communicate(timeout=seconds)
-    wait_for(lambda: job.members() == [])
     lines = re.findall("hpctrain supervise: .*", err)  # mpirun may leave a NUL before it
-    return job.returncode, "\n".join(lines), err
-
-
-def wait_for_checkpoint(job, settings):
-    found = run_of(settings) / "checkpoints"
-    wait_for(lambda: job.poll() is not None or list(found.glob("*.safetensors")))
-    assert job.poll() is None, job.communicate()
+    return job.returncode, "\n".join(lines)
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_dies_is_launched_again_with_the_same_bits(supervise, settings):
+def test_a_run_that_dies_is_launched_again_with_the_same_bits(settings):
     """Each launch is killed after nine steps: at least six are saved then, so the second ends."""
-    code, lines, err = finish(supervise("--max-failures", "1", fault="step.done:kill:9"))
-    assert code == 0, err
+    fault = {"HPCTRAIN_FAULT": "step.done:kill:9"}
+    code, lines = supervise(settings, None, "--max-failures", "1", **fault)
+    assert code == 0, lines
     ((number, cause, step),) = re.findall(
         r"launch (\d) failed, exit code (?:137|9): (.*); restarting, after step (\d+)$", lines, re.M
     )
@@ -80,23 +69,17 @@ def test_a_run_that_dies_is_launched_again_with_the_same_bits(supervise, setting
     check_same(settings, whole)
 
 
-def test_a_notice_saves_and_ends_and_requeues(supervise, settings, tmp_path):
+def test_a_killed_supervisor_leaves_nothing_and_one_with_a_notice_saves_and_requeues(
+    settings, tmp_path
+):
+    endless = settings | {"epochs": 100000}
+    assert supervise(endless, signal.SIGKILL) == (-signal.SIGKILL, "")
     path = write_scripts(tmp_path / "bin", scontrol=f'echo "$@" >>{tmp_path}/requeued')
-    job = supervise(epochs=100000, env={"PATH": path, "SLURM_JOB_ID": "7"})
-    wait_for_checkpoint(job, settings)
-    os.kill(job.pid, signal.SIGUSR2)
-    code, lines, err = finish(job)
-    assert code == LEFT, err
+    code, lines = supervise(endless, signal.SIGUSR2, PATH=path, SLURM_JOB_ID="7")
+    assert code == LEFT, lines
     assert records(settings, "end")[-1]["status"] == "preempted"
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert "job 7 is requeued" in lines
-
-
-def test_nothing_is_left_when_the_supervisor_is_killed(supervise, settings):
-    job = supervise(epochs=100000)
-    wait_for_checkpoint(job, settings)
-    os.kill(job.pid, signal.SIGKILL)
-    assert finish(job)[0] == -signal.SIGKILL
 
 
 # Launches of a shell script
@@ -170,13 +153,17 @@ VERDICTS = {  # launches -> exit code, launches, what is said
     ),
     "first start": ("rm checkpoints/*; exit 1", 1, 1, "$"),
     "later start": ("once; exit 1", 0, 2, "launch 1 failed"),
+    "gives up": (
+        *("case $n in 1) save 6;; 3) save 9;; esac; exit 3", 1, 5),
+        r"(?s).*; 2 in a row without a new checkpoint: giving up\n$",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_what_follows_a_launch(run, name):
     script, code, count, said = VERDICTS[name]
-    ended = supervised(run, script)
+    ended = supervised(run, script, "--max-failures=2")
     assert (ended[0], len(launches(run))) == (code, count), ended[1]
     assert re.match(said, ended[1]), ended[1]
 
@@ -214,14 +201,6 @@ def test_what_an_earlier_launch_left_is_not_taken_for_the_cause(run, left):
     assert code == 0 and "launch 1 failed, exit code 1: no rank recorded a reason" in said, said
 
 
-def test_it_gives_up_after_failures_without_a_new_checkpoint(run):
-    code, said = supervised(
-        run, "case $n in 1) save 6;; 3) save 9;; esac; exit 3", "--max-failures=2"
-    )
-    assert (code, len(launches(run))) == (1, 5)
-    assert said.endswith("2 in a row without a new checkpoint: giving up\n")
-
-
 def test_it_waits_before_the_third_launch_in_a_row_without_a_new_checkpoint(run):
     code, _ = supervised(run, "touch $n; exit 3")
     first, second, third = ((run / f"{n}").stat().st_mtime for n in (1, 2, 3))
@@ -239,10 +218,11 @@ def test_the_time_limit_holds_over_launches(run):
     assert code == LEFT and "; the time is up; the same command" in said
 
 
-def test_a_run_without_a_name_is_given_one(run, tmp_path):
-    """That of the job, so that a job that is requeued finds its run, or the time."""
+def test_a_run_without_a_name_is_given_that_of_its_job_or_the_time(tmp_path):
+    """A job that is requeued must find it. The word hpctrain in a path is not the program."""
     for env, name in (({"SLURM_JOB_ID": "7"}, "job-7"), ({}, r"\d{8}-\d{6}")):
-        words = ["sh", "-c", f'echo "$*" >{tmp_path}/words', "hpctrain", "--runs-dir", tmp_path]
+        rest = ["--wdir", "/home/me/hpctrain", "python", "-m", "hpctrain", "--runs-dir"]
+        words = ["sh", "-c", f'echo "$*" >{tmp_path}/words', *rest, tmp_path]
         assert alone("supervise", "--", *words, env=env).code == 0
         assert re.search(f"--run {name}$", (tmp_path / "words").read_text())
 
@@ -251,13 +231,6 @@ def test_the_first_launch_of_a_job_that_was_requeued_continues(run):
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     assert supervised(run, "exit 0", env=job, more=("--resume", "never"))[0] == 0
     assert launches(run)[0].endswith("--resume never --resume auto")
-
-
-def test_the_word_hpctrain_in_a_path_is_not_the_program(run):
-    script = ["sh", "-c", "exit 5", "--wdir", "/home/me/hpctrain", "python", "-m", "hpctrain"]
-    script += ["--run", run.name, "--runs-dir", run.parent]
-    ended = alone("supervise", "--max-failures=1", "--", *script)
-    assert ended.code == 1 and "launch 1 failed, exit code 5: " in ended.err
 
 
 def test_a_command_whose_file_names_a_function_needs_trust_code(run, tmp_path):
@@ -404,8 +377,8 @@ def test_dead_nodes_are_excluded_and_spares_take_their_place(run, tmp_path, monk
         (["srun", "-n4"], [], "srun -n4: leave nodes and tasks"),
         (["srun", "--nodes=2"], [], "srun --nodes=2: leave"),
         (["srun", "--mpi", "pmix", "-x", "n3"], [], "srun -x: leave"),
-        (["srun"], ["--nodes=3"], "--nodes 3: the job has 2"),
-        (["env"], ["--nodes=1"], "--nodes is for srun"),
+        (["srun"], ["--nodes=3"], "--nodes 3: srun has 2 nodes of a Slurm job"),
+        (["env"], ["--nodes=1"], "--nodes 1: srun has 0 nodes"),
         (["srun", "env", "-n"], [], None),  # of another command
         (["env"], [], None),
     ],
@@ -421,7 +394,7 @@ def test_a_failing_scontrol_is_reported(run, tmp_path):
     text = "lost nodes will not be excluded (scontrol: no contact)\n"
     assert supervised(run, "", before=["srun"], env=env) == (0, text)
     code, said = supervised(run, "", "--nodes=2", before=["srun"], env=env)
-    assert code == 1 and "scontrol: no contact" in said
+    assert code == 2 and said.startswith(text)
     assert supervised(run, "exit 0", before=["env"], env=env) == (0, ""), "it does not ask"
 
 

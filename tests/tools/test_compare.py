@@ -131,21 +131,17 @@ def set_field(kind, step, **fields):
     """A change of a record: other fields in the records of this kind and step."""
 
     def change(records):
-        return [
-            {**record, **fields}
-            if (record["kind"], record.get("step", 0)) == (kind, step)
-            else record
-            for record in records
-        ]
+        for record in records:
+            if (record["kind"], record.get("step", 0)) == (kind, step):
+                record |= fields
+        return records
 
     return change
 
 
 def without(kind, *steps):
     """A change of a record: no records of this kind (of these steps)."""
-    return lambda records: [
-        record for record in records if record["kind"] != kind or record.get("step") not in steps
-    ]
+    return lambda records: [r for r in records if r["kind"] != kind or r.get("step") not in steps]
 
 
 @pytest.mark.parametrize(
@@ -181,13 +177,10 @@ def test_settings_that_differ_are_shown_as_resolved(trained, pair):
     assert "settings that differ: seed 0 and 5" in compare(*pair).out
     tuned = compare(trained.run("plain"), trained.run("tuned"))
     assert "; learning_rate 0.005 and 0.001\n" in tuned.out
-
-
-def test_a_damaged_plan_is_named(pair):
-    path = pair[1] / "plan.json"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
+    plan = pair[1] / "plan.json"
+    plan.write_text(plan.read_text().replace('"version": 2', '"version": 3', 1))
     ended = compare(*pair)
-    assert ended.code == 0 and f"settings: {path} is corrupt: " in ended.out
+    assert ended.code == 0 and f"settings: {plan} is corrupt: " in ended.out
 
 
 def pixels(path):

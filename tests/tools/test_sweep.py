@@ -115,14 +115,18 @@ def test_networks_that_fail_leave_the_others_alone_and_are_repeated_on_request(s
     assert sorted(sweep.events("begin")[4:]) == ["01", "02", "03"]
 
 
-def test_after_a_signal_all_save_and_the_same_command_goes_on(sweep):
+@pytest.mark.parametrize(
+    ("ask", "code", "status"),
+    [(notify(signal.SIGTERM), 75, "unfinished"), (lambda: alone("stop", "s"), 0, "stopped")],
+)
+def test_a_signal_or_a_stop_ends_all_and_the_same_command_goes_on(sweep, ask, code, status):
     sweep.hold()
-    when(lambda: sweep.epochs() == [1, 1], notify(signal.SIGTERM))
-    assert sweep.run().code == 75
-    assert sweep.statuses() == {"01": "unfinished", "02": "unfinished", "03": "waiting"}
-    assert sorted(sweep.events("notice")) == sorted(sweep.events("end")) == ["01", "02"]
+    when(lambda: sweep.epochs() == [1, 1], ask)
+    assert sweep.run().code == code
+    assert sweep.statuses() == {"01": status, "02": status, "03": "waiting"}
+    assert sorted(sweep.events("end")) == ["01", "02"]
     sweep.release()
-    assert sweep.run().code == 0
+    assert sweep.run(slots=3).code == 0
     assert set(sweep.statuses().values()) == {"done"}
     assert sweep.epochs() == [2, 2, 2]  # the first two went on, and did not begin anew
 
@@ -148,16 +152,6 @@ def test_a_network_that_is_preempted_takes_the_sweep_along(sweep):
     sweep.hold()
     assert sweep.run(THREE + "[[variant]]\nname = 'first'\nmodel = 'leaves'\n", 4).code == 75
     assert set(sweep.statuses().values()) == {"unfinished"}
-
-
-def test_stop_stops_all_and_the_same_command_goes_on(sweep):
-    sweep.hold()
-    when(lambda: sweep.epochs() == [1, 1], lambda: alone("stop", "s"))
-    assert sweep.run().code == 0
-    assert sweep.statuses() == {"01": "stopped", "02": "stopped", "03": "waiting"}
-    sweep.release()
-    assert sweep.run(slots=3).code == 0
-    assert set(sweep.statuses().values()) == {"done"}
 
 
 def test_kill_9_ends_the_networks_too_and_the_same_command_goes_on(sweep):
@@ -231,7 +225,7 @@ def accuracies(training, test, *validations):
 
 
 @pytest.mark.parametrize(
-    ("figures", "order"),  # of training, test and validations
+    ("figures", "order"),  # of training, test and validations, of which the last is of the weights
     [
         ([(0.9, 1.0, 0.7, 0.8), (0.5, 0.6, 0.95, 0.7), (0.6, 0.7, 0.85)], ["n3", "n1", "n2"]),
         ([(0.5, 1.0), (0.9, 0.1)], ["n2", "n1"]),  # nothing was validated

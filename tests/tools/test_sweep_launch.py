@@ -83,14 +83,9 @@ def test_a_grid_and_variants_make_networks_with_names_by_what_differs(place):
     ]
     first, *_, last = found.values()
     same = {"epochs": 3, "lr": 1.0, "optimizer": "sgdm", "flip": True, "runs_dir": "runs/s"}
-    assert same.items() <= first.items()
-    assert first["run"] == "01-optimizer=sgdm,flip=yes"
-    assert (last["epochs"], last["lr"], last["data"], "optimizer" in last) == (
-        3,
-        0.003,
-        "./pack.h5",
-        False,
-    )
+    assert (same | {"run": "01-optimizer=sgdm,flip=yes"}).items() <= first.items()
+    assert {"epochs": 3, "lr": 0.003, "data": "./pack.h5"}.items() <= last.items()
+    assert "optimizer" not in last
 
 
 def test_names_of_many_networks_sort_by_number(place):
@@ -142,24 +137,17 @@ def test_steps_fill_an_allocation(dry_run, ranks, tasks, slots, nodes):
     assert not any(word.startswith(("--mem", "--gpus")) for word in words)
 
 
-def test_steps_share_memory_and_gpus_of_an_allocation(dry_run):
+def test_steps_share_the_memory_and_gpus_of_an_allocation_and_inherit_no_request(dry_run):
+    """A step that asks for all GPUs of the job keeps all others waiting."""
     env = JOB | {"SLURM_TASKS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000", "SLURM_GPUS": "4"}
-    env |= {"SLURM_CPUS_PER_TASK": "3", "HPCTRAIN_PMI": "pmi2"}
+    env |= {"SLURM_CPUS_PER_GPU": "3", "SLURM_NTASKS": "4", "HPCTRAIN_PMI": "pmi2"}
     _, words = steps(dry_run("--ranks-per-network", "2", env=env))
     assert {"--mem=4000M", "--gpus-per-task=1", "--cpus-per-task=3", "--mpi=pmi2"} <= set(words)
-    ended = alone("sweep", "s.toml", "--ranks-per-network", "5", env=env)
-    assert ended.code == 2 and "--ranks-per-network 5" in ended.err
-
-
-def test_a_step_inherits_no_request_for_gpus(dry_run):
-    """A step that asks for all GPUs of the job keeps all others waiting."""
-    env = JOB | {"SLURM_TASKS_PER_NODE": "2", "SLURM_GPUS_PER_NODE": "2"}
-    env |= {"SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS_PER_GPU": "1", "SLURM_CPUS_PER_GPU": "3"}
-    _, words = steps(dry_run(env=env))
-    assert {"--gpus-per-task=1", "--cpus-per-task=3"} <= set(words)
     left = run([*words[: words.index("srun")], "env"], env=env)
     names = {line.partition("=")[0] for line in left.stdout.splitlines()}
-    assert set(env) & names == {"SLURM_JOB_ID", "SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE"}
+    assert set(env) - names == {"SLURM_GPUS", "SLURM_CPUS_PER_GPU", "SLURM_NTASKS"}
+    ended = alone("sweep", "s.toml", "--ranks-per-network", "5", env=env)
+    assert ended.code == 2 and "--ranks-per-network 5" in ended.err
 
 
 def test_a_dry_run_imports_neither_torch_nor_mpi(place):

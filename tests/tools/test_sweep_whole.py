@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.launch import Job, run
 from tests.support.packs import make_pack
-from tests.support.ranks import alone, command
+from tests.support.ranks import command
 from tests.support.records import FILE, read_strictly, statuses
 from tests.support.wait import wait_for
 
@@ -107,10 +107,3 @@ def test_the_best_network_classifies_and_predicts(place):
     assert tested.code == 0 and "best of runs/hit: 0" in tested.err, tested.err
     predicted = command(2, "predict", *own, "--output", "-", cwd=place)
     assert len(predicted.out.splitlines()) == 24, predicted.err
-
-
-def test_the_same_command_repeats_nothing(place, monkeypatch):
-    monkeypatch.chdir(place)
-    for words in (WORDS, ["sweep", "runs/hit"]):
-        ended = alone(*words)
-        assert ended.code == 0 and ended.out.endswith("runs/hit: 2 done\n")
