@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from hpctrain.cli import COMMANDS
-from hpctrain.config.option import TRUST_CODE, Settings, flag_of, types_of
+from hpctrain.config.option import TRUST_CODE, Settings, flag_of
 from hpctrain.config.values import Value
 
 HEAD = """# Settings
@@ -27,10 +27,11 @@ COMMAND_LINE = "on the command line only"
 
 def values(field: dataclasses.Field, meaning: str, settings: type[Settings]) -> Iterator[str]:
     """Yield the limits of an option, without those that its meaning states."""
-    kind, choices = types_of(settings)[field.name]
+    kind, choices = settings.types[field.name]
     if any(str(choice) not in meaning for choice in choices):
         yield ", ".join(map(str, choices))
-    if issubclass(kind, Value) and "such as" not in meaning and "as in" not in meaning:
+    shown = "such as" in meaning or "as in" in meaning or field.default is not None
+    if issubclass(kind, Value) and not shown:
         yield kind.advice
     if isinstance(check := field.metadata["check"], str) and check:
         least, most = check[1:-1].split(", ")
@@ -40,10 +41,10 @@ def values(field: dataclasses.Field, meaning: str, settings: type[Settings]) -> 
         yield KINDS[kind]
     if needs := field.metadata["needs"]:
         yield f"needs `{needs}`"
-    for first, second, _ in settings.exclude:
-        for (flag, *value), other in ((first.split(), second), (second.split(), first)):
-            if flag == flag_of(field.name):
-                yield f"{f'`{value[0]}` ' if value else ''}not with `{other}`"
+    for first, other, _ in settings.exclude:
+        flag, _, value = first.partition(" ")
+        if flag == flag_of(field.name):
+            yield f"{f'`{value}` ' if value else ''}not with `{other}`"
     if field.name == "trust_code":
         yield COMMAND_LINE
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.cluster import launched_rank, launched_size, signals_caught
-from hpctrain.config import Config, EvaluateConfig, check_settings, from_table
+from hpctrain.config import Config, EvaluateConfig, from_table
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, find_folder
 from hpctrain.report.history import History
@@ -89,7 +89,7 @@ def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
     known = {field.name for field in dataclasses.fields(given)}
     table = {key: v for key, v in more.items() if v is not None or key not in known}
     chosen = from_table(table, given, f"hpctrain.{name}")
-    check_settings(chosen)
+    chosen.check_conflicts()
     return chosen
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from hpctrain import __version__
 from hpctrain.cluster import find_job, launched_rank, launched_size, launcher_name
-from hpctrain.config import DoctorConfig
+from hpctrain.config import Settings
 from hpctrain.errors import UsageError, first_line
 from hpctrain.report.console import make_console
 from hpctrain.text import bytes_text, counted, listed, min_to_max
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def main(settings: DoctorConfig) -> int:
+def main(settings: Settings) -> int:
     """Print the findings. Return 1 if any is a failure, else 0. Collective."""
     launcher, problem = launcher_name(), ""  # before MPI_Init, which may set variables
     try:

@@ -174,19 +174,9 @@ def import_own(name: str | None, flag: str) -> Imported | None:
     return own
 
 
-def call(own: Imported, *given: Any) -> Any:
-    """Call the function. Raises UsageError, with the line of its file, if it fails."""
-    try:
-        return own.function(*given)
-    except (UsageError, MemoryError, torch.OutOfMemoryError):  # which may be no fault of it
-        raise
-    except (Exception, SystemExit) as error:
-        raise own.failure(error) from error
-
-
 def compute_losses(own: Imported, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the losses (n,) of samples. Raises UsageError if the function gives no such tensor."""
-    return _per_sample(call(own, outputs, targets), len(outputs), own.setting)
+    return _per_sample(own(outputs, targets), len(outputs), own.setting)
 
 
 def compute_metric(own: Imported, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -194,7 +184,7 @@ def compute_metric(own: Imported, outputs: Tensor, targets: Tensor) -> dict[str,
 
     Raises UsageError if the function gives no such figures.
     """
-    n, found, figures = len(outputs), call(own, outputs, targets), {}
+    n, found, figures = len(outputs), own(outputs, targets), {}
     if not isinstance(found, Mapping):
         found = {own.setting.rpartition(":")[2]: found}
     for name, value in found.items():
@@ -229,7 +219,7 @@ def augment_by(own: Imported, prepare: Prepare, images: Tensor, key: int) -> Ten
     images = prepare(images, key)
     generator = torch.Generator(images.device).manual_seed(random_key(key, "own augmentation"))
     wanted, strides = (images.shape, images.dtype, images.device), images.stride()
-    found = call(own, images, generator)
+    found = own(images, generator)
     if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != wanted:
         text = f"{wanted[1]} on {wanted[2]}, shape {tuple(wanted[0])}"
         raise UsageError(f"{own.setting} must return images like those that it is given: {text}")

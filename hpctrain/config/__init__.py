@@ -7,7 +7,6 @@ them. A default of None means "decided by the plan"; the help says how.
 
 from hpctrain.config.commands import (
     CompareConfig,
-    DoctorConfig,
     EvaluateConfig,
     ExportConfig,
     NetworkConfig,
@@ -20,12 +19,6 @@ from hpctrain.config.commands import (
     WatchConfig,
 )
 from hpctrain.config.functions import require_trust
-from hpctrain.config.option import (
-    check_settings,
-    from_table,
-    load_toml,
-    parse_settings,
-    to_toml,
-)
+from hpctrain.config.option import Settings, from_table, load_toml, parse_settings, to_toml
 from hpctrain.config.train import Config, optimizer_and_rate
 from hpctrain.config.values import ClassWeights, Every, Fold, Patterns, Shares, Size

@@ -18,6 +18,7 @@ from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import listed
 
 SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
+PACKAGE = str(Path(__file__).parents[1])
 
 
 class Imported(NamedTuple):
@@ -27,9 +28,16 @@ class Imported(NamedTuple):
     function: Callable[..., Any]
     source: str  # the file of its module
 
-    def failure(self, error: BaseException) -> UsageError:
-        """Return the error to raise if the function raised `error`, with the line of its file."""
-        return UsageError(f"{self.setting} failed: {_cause(error, self.source)}")
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call the function. Raises UsageError, with the line of its file, if it fails."""
+        try:
+            return self.function(*given, **named)
+        except (UsageError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            if type(error).__name__ == "OutOfMemoryError":  # of a GPU: may be no fault of it
+                raise
+            raise UsageError(f"{self.setting} failed: {_cause(error, self.source)}") from error
 
     def check_arguments(self, form: str, *given: Any, **named: Any) -> None:
         """Raise UsageError unless the function can be called with these arguments, as in `form`."""
@@ -46,32 +54,23 @@ def import_function(name: str, flag: str) -> Imported:
 
     Raises UsageError if there is none, or if importing its module fails.
     """
-    setting = f"{flag} {name}"
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute or ":" in attribute:
-        place, _, last = name.rpartition(".")
-        hint = f", here {place}:{last}" if ":" not in name and place and last != "py" else ""
+    setting, folder = f"{flag} {name}", str(Path.cwd())
+    proper = name.replace("/", ".").replace(".py:", ":")
+    if proper.count(":") != 1 or proper != name:
+        hint = f", here {proper}" if proper != name else ""
         raise UsageError(f"{setting}: write package.module:function{hint}")
-    if module_name.endswith(".py"):
-        proper = module_name.removesuffix(".py").replace("/", ".")
-        raise UsageError(f"{setting}: write the module, not the file: {proper}:{attribute}")
-    folder = str(Path.cwd())
+    module_name, attribute = name.split(":")
     if sys.path[0] not in (folder, ""):
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        message = f"{setting}: importing {module_name} failed: {_cause(error)}"
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{module_name}.".startswith(f"{absent}."):
-            message = f"{setting}: no module {absent}, installed or in {folder}"
-        raise UsageError(message) from error
+        text = f"{setting}: importing {module_name} in {folder} failed: {_cause(error)}"
+        raise UsageError(text) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        if hasattr(module, attribute):
-            raise UsageError(f"{setting}: {attribute} is a {type(function).__name__}, no function")
         hint = did_you_mean(attribute, dir(module))
-        raise UsageError(f"{setting}: {module_name} has no {attribute}{hint}")
+        raise UsageError(f"{setting}: {module_name} has no function {attribute}{hint}")
     return Imported(setting, function, getattr(module, "__file__", None) or "")
 
 
@@ -81,10 +80,8 @@ def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: boo
     It is called wherever a file names functions: a file of --config, of a sweep, of a run or of a
     network. A function named on the command line is trusted.
     """
-    named = {name: str(settings.get(name) or "") for name in SETTINGS}
-    if named["model"].startswith("timm:"):
-        del named["model"]
-    own = dict.fromkeys(name for name in named.values() if ":" in name)
+    named = [str(settings.get(name) or "") for name in SETTINGS]
+    own = dict.fromkeys(name for name in named if ":" in name and not name.startswith("timm:"))
     if own and not trust_code:
         raise UsageError(
             f"{file} names {listed(own)}: a function that a file names is imported only with"
@@ -98,10 +95,11 @@ def one_line(error: BaseException) -> str:
 
 
 def _cause(error: BaseException, source: str = "") -> str:
+    """Return the error with its line in the file `source`, or else in the last one not of ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == source]
-    package = str(Path(__file__).parents[1])  # the caller of a function is not its error's place
-    others = [f for f in frames if not f.filename.startswith(package)]
-    own = own or [f for f in others if "importlib" not in f.filename]
+    theirs = [f for f in frames if not f.filename.startswith(PACKAGE)]
+    own = [f for f in frames if f.filename == source] or [
+        f for f in theirs if "importlib" not in f.filename
+    ]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return one_line(error) + place

@@ -11,35 +11,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import inspect
 import json
 import textwrap
 import tomllib
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from hpctrain.config.functions import require_trust
 from hpctrain.config.values import List, Value
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
-from hpctrain.typed import LARGEST
 
 LONGEST_NAME = 200  # bytes
-TRUST_CODE = "import functions of your own, package.module:function, that a file names"
+LARGEST = 2**63 - 1  # integer of TOML
+TRUST_CODE = "import your functions, package.module:function, that a file names"
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
 METAVARS = {int: "N", float: "X"}
-SUPPRESS = argparse.SUPPRESS
-Check = str | Callable[[Any], object]
 
 
 def option(
     help: str,
     default: Any = None,
-    check: Check = "",
+    check: str | Callable[[Any], object] = "",
     *,
     positional: bool = False,
     needs: str = "",
@@ -58,31 +53,26 @@ def option(
     return dataclasses.field(default=None if required else default, metadata=metadata)
 
 
-def _types(settings: type[Settings]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Return the type of each setting, by name, and its choices, if any.
-
-    The type is bool, int, float, str, a subclass of Value, or tuple: of texts.
-    """
-    types = {}
-    for name, hint in typing.get_type_hints(settings).items():
-        inner = typing.get_args(hint)[0] if NoneType in typing.get_args(hint) else hint
-        choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
-        kind = type(choices[0]) if choices else typing.get_origin(inner) or inner
-        types[name] = kind, choices
-    return types
-
-
-types_of: Any = functools.cache(_types)  # Any: mypy takes a class with __hash__ for unhashable
-
-
-@dataclass(frozen=True)
+@typing.dataclass_transform(frozen_default=True)
+@dataclasses.dataclass(frozen=True)
 class Settings:
-    """Base class of the settings of all subcommands."""
+    """Base class of the settings of all subcommands, each of which becomes a frozen dataclass."""
 
     usage: ClassVar[str] = ""  # arguments in the first line of the help
     elsewhere: ClassVar[Mapping[str, str]] = {}  # what other programs call options
     trust_flag: ClassVar[bool] = False  # whether --trust-code is a flag and not a setting
     exclude: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # pairs of options, and why
+    #: By name: bool, int, float, str, a subclass of Value, or tuple (of texts), and the choices
+    types: ClassVar[dict[str, tuple[Any, tuple[Any, ...]]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True)(cls)
+        cls.types = {}
+        for name, hint in typing.get_type_hints(cls).items():
+            inner = typing.get_args(hint)[0] if NoneType in typing.get_args(hint) else hint
+            choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+            kind = type(choices[0]) if choices else typing.get_origin(inner) or inner
+            cls.types[name] = kind, choices
 
     def __post_init__(self) -> None:
         """Convert texts to values. Raises UsageError for a value that an option cannot have."""
@@ -91,7 +81,7 @@ class Settings:
             if value is field.default:
                 continue
             try:
-                value = _read(value, field, type(self))
+                value = _read(value, field.metadata["check"], *self.types[field.name])
             except ValueError as error:
                 text = f"{flag_of(field.name)} {brief(value) or repr(value)}: {error}"
                 raise UsageError(text) from None
@@ -106,54 +96,47 @@ class Settings:
         return {n: v for n, v in self.table().items() if getattr(self, n) != getattr(type(self), n)}
 
     def given(self, option: str) -> str:
-        """Return an option, "--lr" or "--schedule cosine", with its value; "" if it is not given.
+        """Return an option, "--lr" or "--schedule cosine/step", with its value, or "".
 
-        An option at its default counts as not given, unless its value is named.
+        That is if it is not given: an option at its default, or at none of the values named.
         """
         flag, _, wanted = option.partition(" ")
         name = flag.strip("-").replace("-", "_")
         value = getattr(self, name)
-        if str(value) != wanted if wanted else value == getattr(type(self), name):
+        if str(value) not in wanted.split("/") if wanted else value == getattr(type(self), name):
             return ""
         return flag if value is True else f"{flag} {value}"
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield one line for each conflict between options, or with this machine."""
+    def check_conflicts(self) -> None:
+        """Raise UsageError if options conflict with each other, or with this machine."""
         for field in dataclasses.fields(self):
             needs, given = field.metadata["needs"], self.given(flag_of(field.name))
             if needs and given and not self.given(needs):
-                yield f"{given} needs {needs}"
+                raise UsageError(f"{given} needs {needs}")
         for first, second, why in self.exclude:
             if (one := self.given(first)) and (other := self.given(second)):
-                yield f"{one} and {other} exclude each other: {why}"
+                raise UsageError(f"{one} and {other} exclude each other: {why}")
 
 
 S = TypeVar("S", bound=Settings)
 
 
-def check_settings(settings: Settings) -> None:
-    """Raise UsageError if options conflict with each other, or with this machine."""
-    for conflict in settings.conflicts():
-        raise UsageError(conflict)
-
-
-def _read(value: Any, field: dataclasses.Field, settings: type[Settings]) -> Any:
+def _read(value: Any, check: Any, kind: Any, choices: tuple[Any, ...]) -> Any:
     """Return the value of a setting, given as a text, as in TOML, or in Python.
 
     In Python a list may stand for "0.2,1", and a function or class for "module:function". Raises
     ValueError.
     """
-    kind, choices = types_of(settings)[field.name]
     if kind is tuple:
         return (value,) if isinstance(value, str) else tuple(map(str, value))
     if hasattr(value, "tolist"):  # of NumPy
         value = value.tolist()
     if isinstance(value, list | tuple) and not isinstance(value, Value):
         value = ",".join(map(str, value))
-    elif inspect.isroutine(value) or inspect.isclass(value):
+    elif hasattr(value, "__qualname__"):
         value = f"{value.__module__}:{value.__qualname__}"
     expected = f"expected {EXPECTED.get(kind, 'a text')}"
-    if isinstance(value, bool) != (kind is bool) or value is None or isinstance(value, dict):
+    if isinstance(value, bool) != (kind is bool) or isinstance(value, dict | None):
         raise ValueError(expected)
     if not isinstance(value, kind):
         try:
@@ -162,14 +145,12 @@ def _read(value: Any, field: dataclasses.Field, settings: type[Settings]) -> Any
             raise error if issubclass(kind, Value) else ValueError(expected) from None
     if value == "":
         raise ValueError("the text is empty")
-    if any("\ud800" <= letter <= "\udfff" for letter in str(value)):
-        raise ValueError("this name is not UTF-8")  # config.toml could not hold it
     if kind is int and abs(value) > LARGEST:
         raise ValueError(f"give at most {LARGEST}")
     if choices and value not in choices:
         known = [str(choice) for choice in choices]
         raise ValueError(f"there are {', '.join(known)}{did_you_mean(str(value), known)}")
-    if callable(check := field.metadata["check"]):
+    if callable(check):
         check(value)
     elif check:
         least, most = (float(end) for end in check[1:-1].split(","))
@@ -186,10 +167,9 @@ def flag_of(name: str) -> str:
 
 def check_folder_name(name: str) -> None:
     """Raise ValueError if `name` cannot be the name of a folder in --runs-dir."""
-    long = len(name.encode()) > LONGEST_NAME
-    if name in (".", "..") or "/" in name or not name.isprintable() or long:
-        form = f"of at most {LONGEST_NAME} bytes and without /"
-        raise ValueError(f"give the name of a folder in --runs-dir, {form}")
+    printable = name.isprintable() and len(name.encode()) <= LONGEST_NAME
+    if name in (".", "..") or "/" in name or not printable:
+        raise ValueError(f"give the name of a folder, at most {LONGEST_NAME} bytes, without /")
 
 
 def from_table(table: Mapping[str, Any], settings: S, place: str = "") -> S:
@@ -204,7 +184,6 @@ def from_table(table: Mapping[str, Any], settings: S, place: str = "") -> S:
             raise UsageError(f"{place}: trust_code can be given on the command line only")
         if name not in known:
             hint = did_you_mean(name, known, settings.elsewhere)
-            hint = ": settings are no tables" if isinstance(table[name], dict) else hint
             raise UsageError(f"{place}: unknown setting {name!r}{hint}")
     try:
         return dataclasses.replace(settings, **table)
@@ -224,15 +203,17 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """Return a table of bools, numbers and texts as TOML, which writes them as JSON, but for DEL.
+    """Return a table of bools, numbers and texts as TOML, which writes them as JSON does.
 
     None is a comment.
     """
-    text = ""
-    for name, value in table.items():
-        line = f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
-        text += f"{line if value is not None else f'# {name}: decided by the plan'}\n"
-    return text
+    lines = (
+        f"# {name}: decided by the plan\n"
+        if value is None
+        else f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+        for name, value in table.items()
+    )
+    return "".join(lines)
 
 
 def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str]) -> S:
@@ -255,7 +236,7 @@ def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str])
     for field in dataclasses.fields(settings):
         if field.metadata["required"] and not getattr(settings, field.name):
             raise UsageError(f"{name} needs {field.name.upper()}: {field.metadata['help']}")
-    check_settings(settings)
+    settings.check_conflicts()
     return settings
 
 
@@ -268,16 +249,13 @@ def _unknown(name: str, kind: type[Settings], words: Sequence[str], stray: str) 
             hint = f": options of the command come after --, as in {name} {kind.usage}"
         return UsageError(f"unknown option {given!r}{hint}")
     flag, value = ["", "", *words][words.index(stray) :][:2]
-    lists = [flag_of(name) for name in known if issubclass(types_of(kind)[name][0], List)]
+    lists = [flag_of(name) for name in known if issubclass(kind.types[name][0], List)]
     hint = f"; separate by commas: {flag} '{value},{stray}'" if flag in lists else ""
     return UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}{hint}")
 
 
 class Formatter(argparse.HelpFormatter):
-    """Help formatter with room for the flags, which breaks no line within a flag."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
+    """Help formatter that breaks no line within a flag."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
@@ -285,51 +263,36 @@ class Formatter(argparse.HelpFormatter):
 
 def make_parser(name: str, summary: str, kind: type[Settings]) -> argparse.ArgumentParser:
     """Build the parser of one subcommand, whose result holds the texts that are given."""
-    fields = dataclasses.fields(kind)
-    words = [
-        f.name.upper() if f.metadata["required"] else f"[{f.name.upper()}]"
-        for f in fields
-        if f.metadata["positional"]
-    ]
     parser = argparse.ArgumentParser(
         prog=f"hpctrain {name}",
-        usage=f"hpctrain {name} {kind.usage or ' '.join([*words, '[options]'])}",
         description=f"{summary[0].upper()}{summary[1:]}.",
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         exit_on_error=False,
         formatter_class=Formatter,
     )
-    group: Any = parser
-    for field in fields:
+    config = "read options such as batch_size = 64 from a TOML file; flags win"
+    parser.add_argument("--config", metavar="FILE", action="append", help=config)
+    if kind.trust_flag:
+        parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
+    group, words = cast(Any, parser), []
+    for field in dataclasses.fields(kind):
         if heading := field.metadata["group"]:
             group = parser.add_argument_group(heading)
-        _add_option(group, field, *types_of(kind)[field.name])
-    if kind.trust_flag:
-        parser.add_argument("--trust-code", action="store_true", default=SUPPRESS, help=TRUST_CODE)
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        action="append",
-        default=SUPPRESS,
-        help="read options from a TOML file of keys such as batch_size = 64; flags win",
-    )
+        text, default = field.metadata["help"], "on" if field.default is True else field.default
+        if default is not False and default not in (None, ()):
+            text += f" (default: {default})"
+        flag, (value, choices) = flag_of(field.name), kind.types[field.name]
+        arguments = {"help": text.replace("%", "%%")}
+        if value is bool:
+            arguments["action"] = argparse.BooleanOptionalAction
+        elif field.metadata["positional"]:
+            flag, word = field.name, field.name.upper()
+            words.append(word if field.metadata["required"] else f"[{word}]")
+            arguments |= {"nargs": "*" if value is tuple else "?", "metavar": word}
+        else:
+            known = f"{{{','.join(map(str, choices))}}}"
+            arguments["metavar"] = known if choices else METAVARS.get(value, "TEXT")
+        group.add_argument(flag, **arguments)
+    parser.usage = f"hpctrain {name} {kind.usage or ' '.join([*words, '[options]'])}"
     return parser
-
-
-def _add_option(group: Any, field: dataclasses.Field, kind: Any, choices: tuple[Any, ...]) -> None:
-    """Add an option to the parser, which leaves its text as it is."""
-    name, text = flag_of(field.name), field.metadata["help"]
-    if field.default is True:
-        text += " (default: on)"
-    elif field.default is not False and field.default not in (None, ()):
-        text += f" (default: {field.default})"
-    arguments: dict[str, Any] = {"help": text.replace("%", "%%"), "default": SUPPRESS}
-    if kind is bool:
-        arguments["action"] = argparse.BooleanOptionalAction
-    elif field.metadata["positional"]:
-        name = field.name
-        arguments |= {"nargs": "*" if kind is tuple else "?", "metavar": name.upper()}
-    else:
-        known = f"{{{','.join(map(str, choices))}}}"
-        arguments["metavar"] = known if choices else METAVARS.get(kind, "TEXT")
-    group.add_argument(name, **arguments)

@@ -76,10 +76,7 @@ class Every(Value, tuple[float, str]):
     It is "2epochs", "500steps", a time such as "10m", or "0": nothing is due before the end.
     """
 
-    advice = (
-        "a number with its unit, as in 2epochs, 500steps or a time (90s, 10m, 1h); 0 = only at the"
-        " end"
-    )
+    advice = "epochs, steps or a time, as in 2epochs, 500steps or 10m; 0 = only at the end"
 
     @staticmethod
     def parse(text: str) -> tuple[float, str]:
@@ -101,25 +98,28 @@ class Every(Value, tuple[float, str]):
         return unit != "second" and step % steps == 0
 
 
-class Shares(Value, tuple[Fraction, Fraction, Fraction]):
-    """Exact shares of train, validation and test: "0.9,0.1" of train and test, "0.8,0.1,0.1"."""
-
-    advice = (
-        "shares that sum to 1, of train,test (0.9,0.1) or of train,validation,test (0.8,0.1,0.1),"
-        " train not 0"
-    )
-
-    @staticmethod
-    def parse(text: str) -> tuple[Fraction, Fraction, Fraction]:
-        require("e" not in text.lower(), text)  # 1e99999999 would take minutes
-        train, *others = (Fraction(part.strip()) for part in text.split(","))
-        validation = others[0] if len(others) == 2 else Fraction(0)
-        fine = len(others) < 3 and train > 0 <= min(others, default=0) and train + sum(others) == 1
-        return require(fine, (train, validation, 1 - train - validation))
-
-
 class List(Value, tuple[Any, ...]):
     """Base class of values of several parts, separated by commas."""
+
+    part: ClassVar[Any]  # a function that returns the value of a part, or raises ValueError
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[Any, ...]:
+        return tuple(cls.part(part.strip()) for part in text.split(","))
+
+
+class Shares(List):
+    """Exact shares of train, validation and test: "0.9,0.1" of train and test, "0.8,0.1,0.1"."""
+
+    advice = "shares, train above 0, sum 1: train,test or train,validation,test, as in 0.8,0.1,0.1"
+    part = Fraction
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[Fraction, Fraction, Fraction]:
+        train, *others = super().parse(require("e" not in text.lower(), text))  # 1e99999999: hours
+        validation, test = others if len(others) == 2 else (Fraction(0), *others)
+        fine = train > 0 <= min(validation, test) and train + validation + test == 1
+        return require(fine, (train, validation, test))
 
 
 class Loads(List):
@@ -128,12 +128,11 @@ class Loads(List):
     advice = "numbers above 0, as in 3,1"
 
     @staticmethod
-    def parse(text: str) -> tuple[float, ...]:
-        numbers = tuple(float(part) for part in text.split(","))
-        return require(all(0 < number < math.inf for number in numbers), numbers)
+    def part(text: str) -> float:
+        return require(0 < float(text) < math.inf, float(text))
 
 
-class ClassWeights(List):
+class ClassWeights(Loads):
     """The weight of each class, such as "0.2,1"; () for "balanced".
 
     None is 0: then a mini-batch of one class alone would have no mean loss.
@@ -141,9 +140,9 @@ class ClassWeights(List):
 
     advice = "balanced, or a number above 0 for each class, as in 0.2,1"
 
-    @staticmethod
-    def parse(text: str) -> tuple[float, ...]:
-        return () if text == "balanced" else Loads.parse(text)
+    @classmethod
+    def parse(cls, text: str) -> tuple[float, ...]:
+        return () if text == "balanced" else super().parse(text)
 
 
 class Patterns(List):
@@ -152,9 +151,8 @@ class Patterns(List):
     advice = "patterns of parameter names, as in conv1,layer1.*"
 
     @staticmethod
-    def parse(text: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in text.split(","))
-        return require(all(found), found)
+    def part(text: str) -> str:
+        return require(bool(text), text)
 
 
 class Factors(List):
@@ -163,10 +161,9 @@ class Factors(List):
     advice = "patterns of parameter names with factors above 0, as in layer*=0.1,fc=1"
 
     @staticmethod
-    def parse(text: str) -> tuple[tuple[str, float], ...]:
-        pairs = (part.partition("=") for part in text.split(","))
-        found = tuple((pattern.strip(), float(number)) for pattern, _, number in pairs)
-        return require(all(name and 0 < by < math.inf for name, by in found), found)
+    def part(text: str) -> tuple[str, float]:
+        pattern, _, factor = text.partition("=")
+        return Patterns.part(pattern.strip()), Loads.part(factor)
 
 
 class Size(Value, tuple[int, int]):

@@ -71,12 +71,7 @@ def call(own: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.M
     """Call the user's function. Raises UsageError unless it returns a module with parameters."""
     given = {"image_shape": image_shape, "classes": classes}
     own.check_arguments("function(image_shape=(H, W, C), classes=K)", **given)
-    try:
-        model = own.function(**given)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise own.failure(error) from error
+    model = own(**given)
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         raise UsageError(f"{own.setting} must return a torch.nn.Module, not {kind}")

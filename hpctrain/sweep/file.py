@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from hpctrain.config import Config, check_settings, from_table, load_toml
+from hpctrain.config import Config, from_table, load_toml
 from hpctrain.errors import UsageError
 
 MOST = 10_000  # networks
@@ -69,7 +69,7 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
         settings = {key: config.table()[key] for key in table}
         folder = f"{number:0{digits}}-{folder_name(settings, name)}"
         try:
-            check_settings(config)
+            config.check_conflicts()
         except UsageError as error:
             raise UsageError(f"{path}, network {folder}: {error}") from error
         if config in networks:

@@ -60,7 +60,7 @@ SORTED_BYTES = 48  # of a sample while --balanced-sampling sorts samples by clas
 
 
 def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) -> Run:
-    """Set up a run from a configuration that passed `check_settings`. Collective.
+    """Set up a run from a configuration without conflicts. Collective.
 
     The plan of the `earlier` launch, if this one resumes a run, is kept, and its checkpoint, if
     any, provides the weights instead of --init. Nothing that is made here is replaced later. Calls

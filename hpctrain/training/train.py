@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.cluster import LEFT
-from hpctrain.config import Config, check_settings
+from hpctrain.config import Config
 from hpctrain.errors import Failure, RunError
 from hpctrain.models import read_model
 from hpctrain.parallel.device import explain_errors, torch_settings
@@ -67,7 +67,7 @@ def run_training(
     on all ranks unless a single rank fails.
     """
     config = on_root(comm, lambda: config)
-    on_root(comm, check_settings, config)
+    on_root(comm, config.check_conflicts)
     lock, (deadline, note) = RunLock(), on_root(comm, find_deadline, config)
     with ExitStack() as stack:
         stack.callback(lock.release)

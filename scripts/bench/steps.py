@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.cli import parse
-from hpctrain.config import check_settings
 from hpctrain.data.loader import Batch
 from hpctrain.parallel.device import torch_settings
 from hpctrain.parallel.mpi import start_mpi
@@ -32,7 +31,7 @@ def ready(*flags: object) -> Iterator[Run]:
     In the block, torch has the settings of the run.
     """
     _, config = parse(["train", *map(str, flags)])
-    check_settings(config)
+    config.check_conflicts()
     with (
         torch_settings(config.precision, config.deterministic),
         closing(set_up(config, start_mpi())) as run,
