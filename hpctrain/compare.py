@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,6 @@ from hpctrain.report.history import History
 from hpctrain.report.record import Record, fields_marked, read_records
 from hpctrain.text import brief, say
 from hpctrain.training.checkpoint import newest
-from hpctrain.typed import parse_json
 
 Tensors = dict[str, torch.Tensor]
 #: Not compared, since a run is equal without them; the plan has the learning rate.
@@ -134,7 +134,7 @@ def _settings(folders: list[Path]) -> Iterator[str]:
         try:
             settings = Config().table() | tomllib.loads(path.read_text())
             path = folder / "plan.json"
-            both.append(settings | dataclasses.asdict(read_plan(parse_json(path.read_bytes()))))
+            both.append(settings | dataclasses.asdict(read_plan(json.loads(path.read_bytes()))))
         except (OSError, ValueError) as error:
             yield f"settings: {path} is corrupt: {error}"
             return

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpctrain.text import listed, printable
-from hpctrain.typed import parse_json
 
 if TYPE_CHECKING:
     import h5py
@@ -226,7 +225,7 @@ def read_facts(file: h5py.File) -> dict[str, Any]:
         "fit": attributes["fit"].decode(),
         "mean": [float(value) for value in attributes["mean"]],
         "std": [float(value) for value in attributes["std"]],
-        "provenance": parse_json(attributes["provenance"]),
+        "provenance": json.loads(attributes["provenance"]),
     }
 
 

@@ -13,6 +13,7 @@ Figures need matplotlib, an optional package.
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,6 @@ from hpctrain.files import whole_file, writing
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.text import say, short_number, shortened
-from hpctrain.typed import parse_json
 
 BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -219,7 +219,7 @@ def read_confusion(name: str, folder: Path, split: str) -> ConfusionMatrix:
     """
     path = evaluation_file(folder, split)
     try:
-        found = parse_json(path.read_bytes())
+        found = json.loads(path.read_bytes())
         classes, counts = found["classes"], found["confusion"]
         if counts is None:
             why = f"it has {len(classes):,} classes" if len(classes) > 1 else "it restores images"

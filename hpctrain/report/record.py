@@ -31,7 +31,6 @@ from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import write_whole, writing
 from hpctrain.report.step_stats import Costs
-from hpctrain.typed import parse_json
 
 if TYPE_CHECKING:
     from hpctrain.report.display import Display
@@ -288,7 +287,10 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
 
 def parse_record(line: bytes | str) -> dict[str, Any]:
     """Parse the record in one line. Raises ValueError if it is no JSON object with a kind."""
-    record = parse_json(line)
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
     if not isinstance(record, dict) or "kind" not in record:
         raise ValueError("no JSON object with a kind")
     return record

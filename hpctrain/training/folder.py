@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import socket
@@ -35,7 +36,6 @@ from hpctrain.text import counted, ranges
 from hpctrain.training.checkpoint import Checkpoint, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.run import NOTHING, Progress, Run, read_on_all
-from hpctrain.typed import parse_json
 from hpctrain.watchdog import HEARTBEATS
 
 
@@ -273,7 +273,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     try:
         config = from_table(tomllib.loads(path.read_text()), Config())
         path = folder / "plan.json"
-        return config, read_plan(parse_json(path.read_bytes()))
+        return config, read_plan(json.loads(path.read_bytes()))
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} exists but is no run to continue, it has no {path.name}: choose another name"
