@@ -23,8 +23,7 @@ class NetworkConfig(SavedConfig, OnRanks):
     data: str | None = option("pack; default: that of the training")
     split: str = option("split of the pack", "test")
     batch_size: int | None = option(
-        "images computed at a time; default: as the run's own test, 64, on GPUs to 256",
-        check="[1, inf)",
+        "images at a time; default: as the run's own test, 64, on GPUs to 256", check="[1, inf)"
     )
     precision: Precision | None = option("arithmetic; default: as in training")
 
@@ -32,10 +31,8 @@ class NetworkConfig(SavedConfig, OnRanks):
 class EvaluateConfig(NetworkConfig):
     """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
 
-    loss: str | None = option(
-        "loss, package.module:function; default: that of the training", group="Output"
-    )
-    metric: str | None = option("metric, package.module:function; default: that of the training")
+    loss: str | None = option("loss, module:function; default: as in training", group="Output")
+    metric: str | None = option("metric, module:function; default: as in training")
     output: str | None = option("write the figures to this JSON file, too")
     mistakes: int = option(
         "draw the N most confident mistakes, .png beside --output or weights", 0, "[0, 1000]"
@@ -56,9 +53,7 @@ class ExportConfig(SavedConfig):
     """Settings of ``hpctrain export``: a trained network as a file for other programs."""
 
     preprocess: bool = option(
-        "take uint8 images (N, H, W, C); default: the network's input, floats (N, C, H, W)",
-        False,
-        group="Output",
+        "take uint8 images (N, H, W, C); default: the network's floats (N, C, H, W)", False
     )
     batch_size: int | None = option("images that the file takes; default: any", check="[1, inf)")
     output: str | None = option(
@@ -73,17 +68,12 @@ class PackConfig(Settings):
         "folder of class folders, the same as .tgz or .zip, manifest (.csv), or built-in set:"
         " flowers, digits",
         positional=True,
-        group="Source",
     )
-    size: Size | None = option(
-        "resize to WIDTHxHEIGHT pixels; default: all must agree", group="Images"
-    )
+    size: Size | None = option("resize to WIDTHxHEIGHT pixels; default: must agree", group="Images")
     crop: bool = option("crop the centre instead of stretching", False)
-    channels: Literal[1, 3] | None = option(
-        "1 = gray, 3 = colour; default: 3 if any image has colour"
-    )
+    channels: Literal[1, 3] | None = option("1 = gray, 3 = colour; default: 3 if any has colour")
     encoding: Literal["raw", "jpeg"] = option(
-        "store pixels (raw), or JPEG files (jpeg), decoded when read", "raw"
+        "store pixels or JPEG files, decoded when read", "raw"
     )
     split: Shares = option(
         "stratified shares of train,test or train,validation,test", Shares("0.9,0.1"), group="Split"
@@ -95,11 +85,9 @@ class PackConfig(Settings):
     overwrite: bool = option("replace an existing pack, no other file", False)
     skip_bad: bool = option("skip unreadable files instead of failing", False)
     names: bool = option("keep the file names of samples", True)
-    jobs: int | None = option(
-        "worker processes that decode; default: one per allowed core", check="[1, inf)"
-    )
+    jobs: int | None = option("decoding processes; default: one per allowed core", check="[1, inf)")
     cache_dir: str = option(*CACHE_DIR)
-    check: str | None = option("verify this pack's checksums, print its table", group="Check")
+    check: str | None = option("verify this pack's checksums, print its table")
 
 
 class SweepConfig(Runs):
@@ -108,21 +96,17 @@ class SweepConfig(Runs):
     file: str = option("TOML file of the networks; or a sweep, by name or folder", ...)
     trust_code: bool = option(TRUST_CODE, False)
     run: str | None = option(
-        "name of the sweep, by which it is resumed; default: that of its file",
-        check=check_folder_name,
+        "name, by which it is resumed; default: that of its file", check=check_folder_name
     )
     retry: bool = option("train failed networks again, too", False)
     ranks_per_network: int = option("ranks of each network", 1, "[1, inf)", group="Machine")
     slots: int | None = option(
-        "networks trained at once; default: cores, GPUs or tasks / ranks per network",
-        check="[1, inf)",
+        "networks at once; default: cores, GPUs or tasks / ranks per network", check="[1, inf)"
     )
     launcher: Literal["auto", "mpirun", "srun"] = option(
         "start ranks by this; auto = srun in a Slurm allocation, else mpirun", "auto"
     )
-    prepare: bool = option(
-        "write settings for slurm/sweep.sbatch, print the numbers left to train, and exit", False
-    )
+    prepare: bool = option("set up slurm/sweep.sbatch, print the numbers left, and exit", False)
     results: bool = option("write results.csv from the records and exit", False, group="Output")
     dry_run: bool = option("print networks, slots and the launch line, and exit", False)
 
@@ -131,15 +115,9 @@ class SuperviseConfig(Settings):
     """Settings of ``hpctrain supervise``: restart a run after failures."""
 
     usage: ClassVar[str] = "[options] -- COMMAND"
-    command: tuple[str, ...] = option(
-        "command that launches the run: mpirun -n 4 python -m hpctrain ...", ...
-    )
-    max_failures: int = option(
-        "give up after N consecutive failures without a new checkpoint", 3, "[1, inf)"
-    )
-    nodes: int | None = option(
-        "use N nodes of the Slurm allocation, others are spares; default: all", check="[1, inf)"
-    )
+    command: tuple[str, ...] = option("launch of the run: mpirun -n 4 python -m hpctrain ...", ...)
+    max_failures: int = option("give up after N failures without a new checkpoint", 3, "[1, inf)")
+    nodes: int | None = option("use N Slurm nodes, rest spares; default: all", check="[1, inf)")
 
 
 class StopConfig(Runs):
@@ -162,12 +140,8 @@ class PlotConfig(Runs):
     targets: tuple[str, ...] = option("runs or sweeps, by name or folder", ...)
     confusion: bool = option("plot the confusion matrix of a split, too", False)
     split: str = option("split of the confusion matrix", "test")
-    overlay: bool = option(
-        "all runs in the same panels, last half of each curve; default: from 7 runs on", False
-    )
-    output: str | None = option(
-        "new .png, .svg or .pdf; default: training.png in the run's folder, or --runs-dir"
-    )
+    overlay: bool = option("runs share panels, last half of curves; default: from 7 runs on", False)
+    output: str | None = option(".png, .svg or .pdf; default: training.png in run or --runs-dir")
 
 
 class WatchConfig(Runs):

@@ -96,9 +96,9 @@ class Settings:
         return {n: v for n, v in self.table().items() if getattr(self, n) != getattr(type(self), n)}
 
     def given(self, option: str) -> str:
-        """Return an option, "--lr" or "--schedule cosine/step", with its value, or "".
+        """Return an option, "--lr" or "--schedule cosine/step", with its value; "" if not given.
 
-        That is if it is not given: an option at its default, or at none of the values named.
+        An option is not given at its default or, if values are named, at any other.
         """
         flag, _, wanted = option.partition(" ")
         name = flag.strip("-").replace("-", "_")
@@ -145,6 +145,7 @@ def _read(value: Any, check: Any, kind: Any, choices: tuple[Any, ...]) -> Any:
             raise error if issubclass(kind, Value) else ValueError(expected) from None
     if value == "":
         raise ValueError("the text is empty")
+    str(value).encode()  # config.toml is UTF-8
     if kind is int and abs(value) > LARGEST:
         raise ValueError(f"give at most {LARGEST}")
     if choices and value not in choices:
@@ -203,17 +204,9 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """Return a table of bools, numbers and texts as TOML, which writes them as JSON does.
-
-    None is a comment.
-    """
-    lines = (
-        f"# {name}: decided by the plan\n"
-        if value is None
-        else f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
-        for name, value in table.items()
-    )
-    return "".join(lines)
+    """Return a table of bools, numbers and texts as TOML, which writes them as JSON does."""
+    texts = {n: json.dumps(v, ensure_ascii=False) for n, v in table.items() if v is not None}
+    return "".join(f"{name} = {text}\n" for name, text in texts.items())
 
 
 def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str]) -> S:
@@ -225,9 +218,7 @@ def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str])
     if rest:
         raise _unknown(name, kind, words, rest[0])
     flags, settings = vars(found), kind()
-    trust_code = flags.get("trust_code", False)
-    if kind.trust_flag:
-        flags.pop("trust_code", None)
+    trust_code = (flags.pop if kind.trust_flag else flags.get)("trust_code", False)
     for path in flags.pop("config", []):
         table = load_toml(path, "--config ")
         settings = from_table(table, settings, path)

@@ -45,7 +45,7 @@ class OnRanks(Runs):
     cache_dir: str = option(*CACHE_DIR)
     device: Literal["auto", "cpu", "cuda"] = option("compute on this device", "auto")
     threads: int | None = option(
-        "CPU threads per rank; default: allowed cores / ranks, in deterministic training 1",
+        "CPU threads per rank; default: allowed cores / ranks, if deterministic 1",
         check="[1, 1024]",
     )
     hang_timeout: Seconds = option("abort all ranks after so long without progress", Seconds("30m"))
@@ -77,9 +77,7 @@ class Config(OnRanks):
 
     # Common options, those that most runs set
     data: str = option(
-        "train on this pack, built-in set (digits, flowers) or HDF5 file of --images",
-        "digits",
-        group="Common options",
+        "pack, built-in set (digits, flowers) or HDF5 file of --images", "digits", group="Common"
     )
     model: str = option(
         "network: digits, resnet18, resnet34, resnet50, autoencoder, timm:NAME or your own"
@@ -91,42 +89,29 @@ class Config(OnRanks):
         "update rule; default: sgdm, to denoise adam"
     )
     lr: float | None = option("learning rate; default: sgdm 0.01, else 0.001", check="(0, inf)")
-    epochs: int | None = option(
-        "epochs to train; default: digits 20, denoise 5, else 100", check="[1, inf)"
-    )
+    epochs: int | None = option("epochs; default: digits 20, denoise 5, else 100", check="[1, inf)")
     batch_size: int | None = option(
-        "global batch size; default: 128 (denoise 500), on GPUs times ranks or --shards",
-        check="[1, inf)",
+        "global batch size; default: 128 (denoise 500), on GPUs per rank or shard", check="[1, inf)"
     )
     seed: int = option("seed of weights, order, augmentation and dropout", 0)
-    deterministic: bool = option(
-        "same bits in every run, with --shards on any number of ranks", False
-    )
+    deterministic: bool = option("same bits every run, with --shards on any number of ranks", False)
     run: str | None = option("name, also to resume; default: time, model", check=check_folder_name)
     dry_run: bool = option("print the plan and exit", False)
+    flip: bool = option("augment by random horizontal flips", False, group="Data")
+    shift: int = option("augment by random shifts of up to this many pixels in x and y", 0)
     normalize: Literal["auto", "unit", "pack", "imagenet"] = option(
         "scale inputs to [0, 1] (unit), or by mean and std of the pack or of ImageNet; auto = as"
         " --init or timm says (weights of other programs: imagenet), else unit",
         "auto",
-        group="Data",
     )
-    flip: bool = option("augment by random horizontal flips", False)
-    shift: int = option("augment by random shifts of up to this many pixels in x and y", 0)
     random_crop: float = option(
-        "augment by random resized crops of at least this share of the area, such as 0.08, and"
-        " aspect ratios 3/4 to 4/3; packs of JPEG files only; 0 = whole images",
-        0.0,
-        "[0, 1]",
+        "random resized crops of at least this share, aspects 3/4 to 4/3; JPEG packs", 0.0, "[0, 1]"
     )
-    augment: str | None = option(
-        "augment by your module:function of images (n, C, H, W) and a torch.Generator, too"
-    )
+    augment: str | None = option("your module:function of images (n, C, H, W) and torch.Generator")
     images: str | None = option(
         "dataset of images in an HDF5 file, such as x, {split}/x or FILE:x", needs="--labels"
     )
-    labels: str | None = option(
-        "dataset of labels: integers (mapped to 0 ... K-1) or one-hot", needs="--images"
-    )
+    labels: str | None = option("dataset of integers (made 0 ... K-1) or one-hot", needs="--images")
     layout: Literal["NHWC", "NCHW", "NHW", "NCWH", "NWH"] | None = option(
         "axes of --images; default: NHWC or NHW, MATLAB NCWH or NWH", needs="--images"
     )
@@ -143,57 +128,43 @@ class Config(OnRanks):
     balanced_sampling: bool = option(
         "draw all classes equally often: repeat rare images, omit some of frequent classes", False
     )
-    read_buffer: Bytes = option(
-        "buffer per rank; a partition that fits is read only once", Bytes("256M")
-    )
+    read_buffer: Bytes = option("buffer per rank; partitions that fit are read once", Bytes("256M"))
     stage: str | None = option("copy this host's part of the pack to this local folder first")
     verify: bool = option("compare each sample's checksum at its first read", True)
     task: Literal["classify", "denoise"] = option(
         "learn the class of an image, or to remove noise", "classify", group="Network"
     )
     noise: Literal["salt-pepper", "gaussian"] = option("noise of --task denoise", "salt-pepper")
-    noise_level: float = option(
-        "share of salt-pepper values, or std of gaussian noise", 0.1, "(0, 1]"
-    )
+    noise_level: float = option("share of salt-pepper values, std of gaussian noise", 0.1, "(0, 1]")
     init: str | None = option("start from weights of a run, or a .safetensors, .pth or .pt file")
-    freeze: Patterns | None = option(
-        "freeze parameters by name, also statistics of batch norm, as in conv1,bn1,layer*"
-    )
+    freeze: Patterns | None = option("freeze by name, also batch-norm statistics, as in bn1,layer*")
     small_stem: bool = option("start ResNets with a 3x3 convolution, no pooling", False)
     batch_norm: Literal["exact", "running", "average"] = option(
         "running statistics of batch norm: exact = of the pooled batch; running = each shard's,"
         " pooled; average = weighted average",
         "exact",
     )
+    momentum: float = option("momentum of sgdm", 0.9, "[0, 1)", group="Optimizer")
     scale_lr: Literal["none", "linear", "sqrt"] = option(
-        "scale --lr by global batch size / --batch-per-rank (or default batch size): linear for"
-        " sgdm, sqrt for adam",
+        "scale --lr by batch size / --batch-per-rank (or default): linear (sgdm), sqrt (adam)",
         "none",
-        group="Optimizer",
     )
     warmup_epochs: float | None = option(
         "epochs of linear warm-up; default: 5 with --scale-lr", check="[0, inf)"
     )
-    momentum: float = option("momentum of sgdm", 0.9, "[0, 1)")
     weight_decay: float = option("L2 penalty, for adamw decoupled decay", 0.0, "[0, inf)")
     no_decay: Patterns | None = option(
         "no weight decay for normalization (norm), biases (bias) or names, as in norm,*pos_embed",
         needs="--weight-decay",
     )
-    lr_factors: Factors | None = option(
-        "multiply learning rates by name, as in layer*=0.1,fc=1; the last match counts"
-    )
+    lr_factors: Factors | None = option("multiply --lr by name, as in layer*=0.1,fc=1; last wins")
     schedule: Literal["constant", "cosine", "step", "one-cycle"] = option(
         "schedule of the learning rate", "constant"
     )
-    min_lr: float = option(
-        "smallest rate of the schedule", 0.0, "[0, inf)", needs="--schedule cosine/step"
-    )
+    min_lr: float = option("least learning rate", 0.0, "[0, inf)", needs="--schedule cosine/step")
     step_epochs: int = option("--schedule step: epochs between drops to 1/10", 30, "[1, inf)")
     ema: float | None = option(
-        "exponential moving average of weights; decay, such as 0.999",
-        check="(0, 1)",
-        needs="--final ema",
+        "exponential moving average; decay, such as 0.999", check="(0, 1)", needs="--final ema"
     )
     clip_norm: float | None = option("clip the gradient's L2 norm to this", check="(0, inf)")
     label_smoothing: float = option("label smoothing of cross-entropy", 0.0, "[0, 1)")
@@ -201,26 +172,22 @@ class Config(OnRanks):
         "your loss, module:function of outputs and targets, one value a sample; default:"
         " cross-entropy, to denoise mean squared error"
     )
-    class_weights: ClassWeights | None = option(
-        "weights of classes in the loss, in their order, such as 0.2,1; or balanced"
-    )
+    class_weights: ClassWeights | None = option("weights in the loss, such as 0.2,1; or balanced")
     batch_per_rank: int | None = option(
         "batch size per rank, or with --shards per shard", check="[1, inf)", group="Batches"
     )
     shards: int | None = option(
-        "shards of a batch; ranks with several accumulate gradients; default: one per rank",
-        check="[1, inf)",
+        "shards per batch; ranks with several accumulate; default: one per rank", check="[1, inf)"
     )
     worker_load: Loads | None = option(
         "assign shards to ranks in proportions such as 3,1; their sum is the default of --shards"
     )
+    channels_last: bool = option("memory format NHWC, else NCHW", True, group="Speed")
     precision: Precision = option(
         "arithmetic: fp32; tf32 = TF32 in matrix products; bf16 = autocast to bfloat16; default ="
         " torch's: fp32, but TF32 in convolutions on GPUs",
         "default",
-        group="Speed",
     )
-    channels_last: bool = option("memory format NHWC, else NCHW", True)
     compile: bool = option("compile the network by torch.compile", False)
     cuda_graphs: bool = option("capture forward and backward as CUDA graphs", False)
     reduce: Literal["auto", "nccl", "host", "mpi-gpu"] = option(
@@ -228,17 +195,11 @@ class Config(OnRanks):
         " rank has its own GPU, else host",
         "auto",
     )
-    overlap: int = option(
-        "sum gradients during backward in this many segments; 0 = after it", 0, "[0, 64]"
-    )
-    comm_dtype: Literal["fp32", "bf16"] = option(
-        "dtype of communicated gradients; bf16 rounds twice", "fp32"
-    )
+    overlap: int = option("sum gradients during backward in N segments; 0 = after it", 0, "[0, 64]")
+    comm_dtype: Literal["fp32", "bf16"] = option("dtype of messages; bf16 rounds twice", "fp32")
+    keep_checkpoints: int = option("keep this many checkpoints", 2, "[1, inf)", group="Run")
     validate_every: Every = option(
-        "validation interval, such as 2epochs or 500steps; 0 = only at the end",
-        Every("1epoch"),
-        check_no_time,
-        group="Run, checkpoints and records",
+        "interval, such as 2epochs or 500steps; 0 = only at end", Every("1epoch"), check_no_time
     )
     metric: str | None = option("your metric, module:function of outputs and targets")
     patience: int | None = option(
@@ -249,16 +210,12 @@ class Config(OnRanks):
         "network to test and save: last, smallest validation loss (best), or --ema's", "last"
     )
     checkpoint_every: Every = option(
-        "checkpoint interval, such as 10m, 2epochs or 500steps; 0 = only at the end", Every("10m")
+        "interval, such as 10m, 2epochs or 500steps; 0 = only at the end", Every("10m")
     )
-    keep_checkpoints: int = option("keep this many checkpoints", 2, "[1, inf)")
     resume: Literal["auto", "never", "must"] = option(
-        "a run of this name: auto = resume it if there; never = fail if there; must = fail if not",
-        "auto",
+        "run of this name: auto = resume; never = fail if there; must = fail if not there", "auto"
     )
-    time_limit: Seconds | None = option(
-        "save and exit with 75 within this time; default: the Slurm job's"
-    )
+    time_limit: Seconds | None = option("save and exit (75) within this time; default: Slurm job's")
     test: bool = option("evaluate the test split at the end, also after a stop", True)
     tensorboard: bool = option("write TensorBoard events, too", False)
     progress: Literal["auto", "bar", "plain", "none"] = option(
