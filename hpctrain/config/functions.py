@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -96,10 +97,8 @@ def one_line(error: BaseException) -> str:
 
 def _cause(error: BaseException, source: str = "") -> str:
     """Return the error with its line in the file `source`, or else in the last one not of ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(PACKAGE)]
-    own = [f for f in frames if f.filename == source] or [
-        f for f in theirs if "importlib" not in f.filename
-    ]
+    ours = re.compile(f"{re.escape(PACKAGE)}|.*importlib")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not ours.match(f.filename)]
+    own = [frame for frame in frames if frame.filename == source] or frames
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return one_line(error) + place

@@ -1,10 +1,9 @@
 """Settings of a subcommand: a frozen dataclass, each of whose fields is a flag and a TOML key.
 
 A field holds everything about its option: type, choices, default, help, check and the option that
-it needs. From these, `parse_settings` makes the parser of a subcommand. Flags take precedence over
-the files named by --config, and files over defaults. Texts become values, and values are checked,
-where an object of the class is made, whether they come from flags, TOML or Python. Nothing heavy is
-imported, so that --help is fast.
+it needs. From these, `parse_settings` makes a parser; flags take precedence over the files named by
+--config, and files over defaults. Where an object of the class is made, texts become values, and
+values are checked, whether from flags, TOML or Python. Nothing heavy is imported: --help is fast.
 """
 
 from __future__ import annotations
@@ -176,8 +175,7 @@ def check_folder_name(name: str) -> None:
 def from_table(table: Mapping[str, Any], settings: S, place: str = "") -> S:
     """Return `settings` with the values of a table: of TOML, of flags, or given in Python.
 
-    Raises UsageError that names the `place` if a name is unknown, or a value is not one of its
-    option.
+    Raises UsageError that names the `place` if a name is unknown or a value is wrong.
     """
     known = [field.name for field in dataclasses.fields(settings)]
     for name in table:

@@ -45,8 +45,7 @@ class OnRanks(Runs):
     cache_dir: str = option(*CACHE_DIR)
     device: Literal["auto", "cpu", "cuda"] = option("compute on this device", "auto")
     threads: int | None = option(
-        "CPU threads per rank; default: allowed cores / ranks, if deterministic 1",
-        check="[1, 1024]",
+        "CPU threads per rank; default: allowed cores / ranks, deterministic 1", check="[1, 1024]"
     )
     hang_timeout: Seconds = option("abort all ranks after so long without progress", Seconds("30m"))
 
@@ -75,7 +74,6 @@ class Config(OnRanks):
         ("--comm-dtype bf16", "--deterministic", "its rounding depends on the number of ranks"),
     )
 
-    # Common options, those that most runs set
     data: str = option(
         "pack, built-in set (digits, flowers) or HDF5 file of --images", "digits", group="Common"
     )
@@ -137,7 +135,7 @@ class Config(OnRanks):
     noise: Literal["salt-pepper", "gaussian"] = option("noise of --task denoise", "salt-pepper")
     noise_level: float = option("share of salt-pepper values, std of gaussian noise", 0.1, "(0, 1]")
     init: str | None = option("start from weights of a run, or a .safetensors, .pth or .pt file")
-    freeze: Patterns | None = option("freeze by name, also batch-norm statistics, as in bn1,layer*")
+    freeze: Patterns | None = option("freeze parameters, batch-norm statistics, as in bn1,layer*")
     small_stem: bool = option("start ResNets with a 3x3 convolution, no pooling", False)
     batch_norm: Literal["exact", "running", "average"] = option(
         "running statistics of batch norm: exact = of the pooled batch; running = each shard's,"
@@ -146,8 +144,7 @@ class Config(OnRanks):
     )
     momentum: float = option("momentum of sgdm", 0.9, "[0, 1)", group="Optimizer")
     scale_lr: Literal["none", "linear", "sqrt"] = option(
-        "scale --lr by batch size / --batch-per-rank (or default): linear (sgdm), sqrt (adam)",
-        "none",
+        "scale --lr by batch size / --batch-per-rank (or default): linear, for adam sqrt", "none"
     )
     warmup_epochs: float | None = option(
         "epochs of linear warm-up; default: 5 with --scale-lr", check="[0, inf)"
@@ -164,7 +161,7 @@ class Config(OnRanks):
     min_lr: float = option("least learning rate", 0.0, "[0, inf)", needs="--schedule cosine/step")
     step_epochs: int = option("--schedule step: epochs between drops to 1/10", 30, "[1, inf)")
     ema: float | None = option(
-        "exponential moving average; decay, such as 0.999", check="(0, 1)", needs="--final ema"
+        "exponential average of weights; decay, such as 0.999", check="(0, 1)", needs="--final ema"
     )
     clip_norm: float | None = option("clip the gradient's L2 norm to this", check="(0, inf)")
     label_smoothing: float = option("label smoothing of cross-entropy", 0.0, "[0, 1)")
@@ -199,7 +196,7 @@ class Config(OnRanks):
     comm_dtype: Literal["fp32", "bf16"] = option("dtype of messages; bf16 rounds twice", "fp32")
     keep_checkpoints: int = option("keep this many checkpoints", 2, "[1, inf)", group="Run")
     validate_every: Every = option(
-        "interval, such as 2epochs or 500steps; 0 = only at end", Every("1epoch"), check_no_time
+        "interval, such as 2epochs or 500steps; 0 = only at the end", Every("1epoch"), check_no_time
     )
     metric: str | None = option("your metric, module:function of outputs and targets")
     patience: int | None = option(

@@ -71,10 +71,7 @@ class Bytes(Value, int):
 
 
 class Every(Value, tuple[float, str]):
-    """The interval between two validations or checkpoints: a number and its unit.
-
-    It is "2epochs", "500steps", a time such as "10m", or "0": nothing is due before the end.
-    """
+    """An interval: a number and its unit, as in "2epochs", "500steps" or "10m"; "0" is endless."""
 
     advice = "epochs, steps or a time, as in 2epochs, 500steps or 10m; 0 = only at the end"
 
@@ -135,7 +132,7 @@ class Loads(List):
 class ClassWeights(Loads):
     """The weight of each class, such as "0.2,1"; () for "balanced".
 
-    None is 0: then a mini-batch of one class alone would have no mean loss.
+    With a weight of 0, a mini-batch of one class alone would have no mean loss.
     """
 
     advice = "balanced, or a number above 0 for each class, as in 0.2,1"

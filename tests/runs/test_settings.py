@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
@@ -71,58 +71,20 @@ class Seen:
     def read(self, settings):
         self.folder = Path(settings["runs_dir"]) / settings["run"]
         self.records = records(settings)
-        self.steps = [record for record in self.records if record["kind"] == "step"]
         self.plan = json.loads((self.folder / "plan.json").read_text())
+        steps = [record for record in self.records if record["kind"] == "step"]
+        self.rates, self.rows = ([s[key] for s in steps] for key in ("learning_rate", "rows"))
+        self.loss = steps[0]["loss"]
         self.parts.pop()
         second = self.parts[min(1, len(self.parts) - 1)]
         self.parts[0] = self.parts[0][-len(second) :]  # the network was tried before
-
-    @property
-    def images(self):
-        """Of this rank in the first epoch."""
-        return torch.cat([part for step in self.parts[:STEPS] for part in step])
-
-    @property
-    def rates(self):
-        return [step["learning_rate"] for step in self.steps]
-
-    @property
-    def loss(self):
-        """Of the first step."""
-        return self.steps[0]["loss"]
-
-    @property
-    def rows(self):
-        """Of each step."""
-        return [step["rows"] for step in self.steps]
-
-    def update(self, step):
-        """What this step, from 1, added to the weights."""
-        return self.weights[step] - self.weights[step - 1]
-
-    def saved(self):
-        return safetensors.torch.load_file(self.folder / "model.safetensors")
+        first_epoch = [part for step in self.parts[:STEPS] for part in step]
+        self.images = torch.cat(first_epoch) if first_epoch else None  # of this rank
 
 
 def weights_of(optimizer):
     groups = optimizer.param_groups
     return torch.cat([p.detach().flatten().clone() for g in groups for p in g["params"]])
-
-
-@contextlib.contextmanager
-def watching():
-    """What torch does within the block."""
-    seen = Seen()
-    handles = [
-        register_module_forward_pre_hook(seen.forward),
-        register_optimizer_step_pre_hook(seen.before_step),
-        register_optimizer_step_post_hook(seen.after_step),
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def of(*settings):
@@ -160,8 +122,11 @@ def runner(comm, settings):
     numbers = itertools.count()
 
     def run(**given):
-        how = settings | {"run": f"r{next(numbers)}"} | given
-        with watching() as seen:
+        how, seen = settings | {"run": f"r{next(numbers)}"} | given, Seen()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(register_module_forward_pre_hook(seen.forward))
+            stack.enter_context(register_optimizer_step_pre_hook(seen.before_step))
+            stack.enter_context(register_optimizer_step_post_hook(seen.after_step))
             status = hp.train(**how).status
         comm.Barrier()
         if status == "done":  # and not planned
@@ -218,20 +183,17 @@ def first_weights(seen, comm):
     given = seen(init=str(other.folder))
     assert torch.equal(given.weights[0], other.weights[-1])
     assert not torch.equal(given.weights[0], plain.weights[0])
-    frozen = seen(init=str(other.folder), freeze="conv*,bn*").saved()
-    for name, value in other.saved().items():
+    kept = seen(init=str(other.folder), freeze="conv*,bn*").folder
+    frozen, before = (load_file(path / "model.safetensors") for path in (kept, other.folder))
+    for name, value in before.items():
         assert torch.equal(frozen[name], value) == (not name.startswith("fc")), name
 
 
-@of("epochs", "batch_size", "batch_per_rank")
+@of("epochs", "batch_size", "batch_per_rank", "shards")
 def lengths(seen, comm):
     assert seen().rows == [16, 16, 16, 5]
     assert seen(epochs=2, batch_size=30).rows == [30, 23, 30, 23]
     assert seen(batch_size=None, batch_per_rank=12).rows[0] == 12 * 4  # of 4 shards
-
-
-@of("shards")
-def shards(seen, comm):
     for count in (4, 7):
         run = seen(shards=count)
         assert run.plan["shards"] == count
@@ -249,18 +211,15 @@ def seed(seen, comm):
     assert order[0] == order[1]  # the same rows in another order
 
 
-@of("lr")
-def rate(seen, comm):
+@of("lr", "scale_lr", "warmup_epochs")
+def rates(seen, comm):
     low, high = seen(), seen(lr=4 * LR)
     assert low.rates == [LR] * STEPS
     assert high.rates == [4 * LR] * STEPS
-    torch.testing.assert_close(high.update(1), 4 * low.update(1), rtol=1e-4, atol=1e-6)
+    updates = [run.weights[1] - run.weights[0] for run in (low, high)]
+    torch.testing.assert_close(updates[1], 4 * updates[0], rtol=1e-4, atol=1e-6)
     assert seen(lr=None).rates == [0.01] * STEPS
     assert seen(lr=None, optimizer="adam").rates == [0.001] * STEPS
-
-
-@of("scale_lr", "warmup_epochs")
-def growing_rate(seen, comm):
     scaled = seen(scale_lr="sqrt", batch_per_rank=4, batch_size=None, warmup_epochs=0.0)
     assert scaled.rates == pytest.approx([LR * 2] * len(scaled.rates))  # four shards
     rates = seen(epochs=2, warmup_epochs=1.0).rates
@@ -288,11 +247,12 @@ def memory_format(seen, comm):
         assert run.parts[0][0].is_contiguous() == (not flag)
 
 
-@of("threads")
-def threads(seen, comm):
+@of("device", "threads")
+def machine(seen, comm):
     for count in (2, 1):
         run = seen(threads=count)
         assert (run.records[0]["threads"], run.threads) == (count, {count})
+        assert run.records[0]["device"] == run.images.device.type == "cpu"
 
 
 @of("noise", "noise_level")
@@ -308,12 +268,6 @@ def noise(seen, comm):
         assert (blurred != clean).double().mean() > 0.5 and 0 <= blurred.min() < blurred.max() <= 1
         inner = (blurred > 0) & (blurred < 1) & (clean > 0.2) & (clean < 0.5)
         assert ((blurred - clean)[inner].std() < 0.15) == (level == 0.1)
-
-
-@of("device")
-def device(seen, comm):
-    run = seen(device="cpu")
-    assert run.records[0]["device"] == run.images.device.type == "cpu"
 
 
 @pytest.mark.parametrize(
