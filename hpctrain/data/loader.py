@@ -259,7 +259,8 @@ class Loader:
             ]
 
         batches = self._upload.make(done, make) if done else []
-        bad |= {index: self._bad[index] for index in self._bad.keys() & {*samples.tolist()}}
+        if self._bad:
+            bad |= {index: self._bad[index] for index in self._bad.keys() & {*samples.tolist()}}
         return batches, self._upload.record_event(), bad
 
     @cached_property
