@@ -79,7 +79,7 @@ class SplitInfo(NamedTuple):
     names: Stored | None = None  # bytes
     name_offsets: Stored | None = None
     rows: np.ndarray | None = None  # (N,) of `images`, in the order of the split; None = all
-    probe: int | None = None  # of an external file: `Split.probe`
+    probe: int | None = None  # of an external file: CRC-32 of `Split.read_probe`
 
 
 class External(NamedTuple):
