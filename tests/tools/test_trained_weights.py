@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import hpctrain as hp
 from tests.support.api import command_line, save_model
@@ -56,28 +55,21 @@ def test_weights_that_are_not_finite_give_no_answers(trained, tmp_path):
         hp.load(tmp_path / "bad.safetensors")
 
 
-def test_first_weights_may_come_from_a_run_by_name(trained_copy, trained):
-    place = ["--data", trained.pack("plain"), "--runs-dir", trained_copy.runs]
-    words = [*place, "--run", "b", "--init", "plain", "--epochs", "1", "--lr", "1e-30", *TRAIN]
-    done = command(1, "train", *words)
-    assert done.code == 0, done.err
-    first, then = (
-        load_file(trained_copy.run(name) / "model.safetensors")["conv1.weight"]
-        for name in ("plain", "b")
-    )
-    assert torch.equal(first, then)
-
-
-def test_first_weights_may_come_with_their_network(tmp_path):
+def test_first_weights_of_a_run_by_name_come_with_their_network(tmp_path):
     """Also when the run is resumed. A function of the user's own is named on the command line."""
     pack = make_pack(tmp_path / "a.h5", {"train": 29, "test": 7}, (16, 16, 3))
     networks = {"own": ["tests.support.nets:OneLayer"], "small": ["resnet18", "--small-stem"]}
     for name, model in networks.items():
         train_once(pack, "--model", *model, run=name)
         own = ["--model", *model] * (name == "own")
+        words = ["--init", name, *own, "--lr", "1e-30", "--epochs"]
         for epochs in "12":
-            train_once(pack, "--init", name, *own, "--epochs", epochs, run=f"from-{name}")
-        known = hp.load(tmp_path / f"runs/from-{name}", trust_code=True).metadata
+            train_once(pack, *words, epochs, run=f"from-{name}")
+        first, then = (
+            hp.load(tmp_path / f"runs/{n}", trust_code=True) for n in (name, f"from-{name}")
+        )
+        assert all(map(torch.equal, first.model.parameters(), then.model.parameters()))
+        known = then.metadata
         assert known["model"] == model[0] and known["small_stem"] == (name == "small")
         assert known["epoch"] == 2
     words = ["--data", pack, "--runs-dir", tmp_path / "runs", "--init", "own", *TRAIN]
