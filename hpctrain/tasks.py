@@ -175,15 +175,12 @@ def import_own(name: str | None, flag: str) -> Imported | None:
 
 
 def compute_losses(own: Imported, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses (n,) of samples. Raises UsageError if the function gives no such tensor."""
+    """Return the losses (n,) of samples."""
     return _per_sample(own(outputs, targets), len(outputs), own.setting)
 
 
 def compute_metric(own: Imported, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Return the metric's figures of n samples: values and weights, (2, n) float64, by name.
-
-    Raises UsageError if the function gives no such figures.
-    """
+    """Return the metric's figures of n samples: values and weights, (2, n) float64, by name."""
     n, found, figures = len(outputs), own(outputs, targets), {}
     if not isinstance(found, Mapping):
         found = {own.setting.rpartition(":")[2]: found}
@@ -200,6 +197,7 @@ def compute_metric(own: Imported, outputs: Tensor, targets: Tensor) -> dict[str,
 
 
 def _per_sample(found: Any, n: int, what: str) -> Tensor:
+    """Return what a function has `found` for n samples. Raises UsageError if that is not (n,)."""
     is_tensor = isinstance(found, Tensor)
     if is_tensor and found.shape == (n,):
         return found
@@ -212,10 +210,7 @@ def _per_sample(found: Any, n: int, what: str) -> Tensor:
 
 @torch.no_grad()
 def augment_by(own: Imported, prepare: Prepare, images: Tensor, key: int) -> Tensor:
-    """Return images prepared by `prepare`, then augmented by `own` with numbers of `key` alone.
-
-    Raises UsageError if its result has another shape, dtype or device.
-    """
+    """Return images prepared by `prepare`, then augmented by `own` with numbers of `key` alone."""
     images = prepare(images, key)
     generator = torch.Generator(images.device).manual_seed(random_key(key, "own augmentation"))
     wanted, strides = (images.shape, images.dtype, images.device), images.stride()
