@@ -22,7 +22,7 @@ import hpctrain as hp
 from tests.support.api import command_line, read_records
 from tests.support.launch import as_flags
 from tests.support.packs import make_pack
-from tests.support.pictures import class_folders
+from tests.support.pictures import arrays, class_folders
 
 ROWS = {"train": 47, "validation": 12, "test": 29}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -188,10 +188,11 @@ def test_predict_answers_as_the_command_does(comm, trained, photos, tmp_path):
 
 @pytest.mark.ranks(1)
 def test_arrays_are_scaled_as_in_the_training(comm, trained):
-    network = hp.load(trained.run("plain"))
-    with hp.Split(hp.read_pack(trained.pack("plain")), "test") as split:
-        images = split.gather(np.arange(29), np.empty((29, 28, 28, 1), np.uint8))
+    """The network computes in evaluation mode, and is put back into its own."""
+    network, images = hp.load(trained.run("plain")), arrays(trained.pack("plain"), "test")[0][:29]
     inputs, expected = network.preprocess(images), network.predict(images).probabilities
+    assert not network.model.training
+    network.model.train()
     mean, std = (np.array(network.metadata[name]) for name in ("mean", "std"))
     scaled = ((images / 255 - mean) / std).transpose(0, 3, 1, 2)
     assert np.allclose(inputs.numpy(), scaled, atol=1e-5) and inputs.shape == (29, 1, 28, 28)
@@ -203,6 +204,8 @@ def test_arrays_are_scaled_as_in_the_training(comm, trained):
         colour,
     ):
         assert np.allclose(network.predict(given).probabilities, expected, rtol=1e-3, atol=1e-5)
+    assert np.array_equal(network.predict(images).probabilities, expected)
+    assert network.model.training
 
 
 REFUSED = {
@@ -250,17 +253,6 @@ def test_images_that_cannot_be_read(comm, trained, photos):
 
 
 @pytest.mark.ranks(1)
-def test_the_network_is_put_back_into_its_mode(comm, trained):
-    network = hp.load(trained.run("plain"))
-    images = np.full((2, 28, 28, 1), [[[[9]]], [[[200]]]], np.uint8)
-    assert not network.model.training
-    expected = network.predict(images).probabilities
-    network.model.train()
-    assert np.array_equal(network.predict(images).probabilities, expected)
-    assert network.model.training
-
-
-@pytest.mark.ranks(1)
 def test_images_are_cropped_where_the_pack_cropped_them(comm, photos, tmp_path):
     found, classes = [], str(class_folders(tmp_path / "classes", {"a": 9, "b": 9}, width=20))
     for crop in ([], ["--crop"]):
@@ -270,8 +262,7 @@ def test_images_are_cropped_where_the_pack_cropped_them(comm, photos, tmp_path):
         given = {"data": pack, "runs_dir": str(tmp_path), "run": name, "model": "digits"}
         hp.train(**given, epochs=1, batch_size=4, threads=1, progress="none")
         network = hp.load(tmp_path / name)
-        files = sorted(photos.rglob("*.png"))
-        images = [Image.open(file) for file in files]
+        images = [Image.open(file) for file in sorted(photos.rglob("*.png"))]
         inputs = network.preprocess(photos)
         for same in (images, [*map(np.asarray, images)]):
             assert torch.equal(network.preprocess(same), inputs)
