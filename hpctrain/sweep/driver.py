@@ -42,7 +42,7 @@ from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.console import make_console
 from hpctrain.report.find import SWEEP_FILE, find_folder, ranked_runs
-from hpctrain.report.history import UNKNOWN, History
+from hpctrain.report.history import History
 from hpctrain.sweep.file import SweepNetwork, read_sweep
 from hpctrain.text import ranges, say, short_number
 from hpctrain.training.control import STOP_FILE, RunLock, is_locked, request_stop
@@ -155,8 +155,8 @@ def find_slots(settings: SweepConfig, networks: list[SweepNetwork]) -> list[Slot
     On this machine, they share GPUs or cores only if there are too few for one per slot.
     """
     ranks, inside = settings.ranks_per_network, "SLURM_JOB_ID" in os.environ
-    train = [sys.executable, "-m", "hpctrain", "train", "--config"]
-    train[-1:-1] = ["--trust-code"] if settings.trust_code else []
+    trust = ["--trust-code"] * settings.trust_code
+    train = [sys.executable, "-m", "hpctrain", "train", *trust, "--config"]
     if settings.launcher == "srun" and not inside:
         raise UsageError("--launcher srun: this is no Slurm job; --prepare is for job arrays")
     if inside and settings.launcher != "mpirun":
@@ -240,7 +240,7 @@ class Training:
         self.history, self.status, self.reason = self.launched.history, "running", None
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; then the status is set, to "preempted" only by others."""
+        """Whether the process has ended; then the status is set, to unfinished if it left."""
         if (code := self.launched.process.poll()) is not None:
             (self.run / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
             self.status, self.reason = self._outcome(code)
@@ -254,12 +254,10 @@ class Training:
             return "done", outcome.reason
         if own == "stopped":
             return "stopped", outcome.reason
-        if self.launched.is_notified:  # it saved, was killed, or fails again
-            return "unfinished", None
+        if self.launched.is_notified or code == LEFT:  # it saved, was killed, or fails again
+            return "unfinished", outcome.reason
         if own == "failed":
             return "failed", outcome.reason or launch.last_error_line(output)
-        if code == LEFT:
-            return "preempted", outcome.reason
         if code < 0:
             return "failed", f"ended by signal {-code} ({signal.Signals(-code).name})"
         return "failed", launch.last_error_line(output) if code else "it ended without a record"
@@ -267,20 +265,16 @@ class Training:
     def row(self) -> tuple[str, str, str]:
         """Return name, status and progress: "epoch 3 of 20, validation 0.9120, 12 s"."""
         history, epochs = self.history, self.history.facts.get("epochs")
-        best = history.best_validation()
-        shown = {"training": history.training} if best == UNKNOWN else {"validation": best}
-        values = {
-            split: short_number(metrics.loss if metrics.accuracy is None else metrics.accuracy)
-            for split, metrics in (shown | {"test": history.test}).items()
-        }
-        texts = [
-            f"epoch {history.completed} of {epochs}" if epochs else "",
-            *(f"{split} {value}" for split, value in values.items() if value),
-            f"{history.seconds:.0f} s" if epochs else "",
-            self.reason,
-            f"see {self.log}" if self.status == "failed" else "",
-        ]
-        return self.network.name, self.status, ", ".join(filter(None, texts))
+        validation = history.best_validation()
+        figures = {"training": history.training, "validation": validation, "test": history.test}
+        texts = [f"epoch {history.completed} of {epochs}"] if epochs else []
+        for split, metrics in figures.items():
+            value = metrics.loss if metrics.accuracy is None else metrics.accuracy
+            texts += [f"{split} {short_number(value)}"] if value is not None else []
+        texts += [f"{history.seconds:.0f} s"] if epochs else []
+        texts += [self.reason] if self.reason else []
+        texts += [f"see {self.log}"] if self.status == "failed" else []
+        return self.network.name, self.status, ", ".join(texts)
 
 
 def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
@@ -313,10 +307,8 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
                 ending = signals[0][0].name
             for training in [each for each in running if each.has_ended()]:
                 running.remove(training)
-                if training.status == "preempted":
-                    training.status = "unfinished"
-                    if ending in ("", STOP_FILE):
-                        ending = f"{training.network.name} was preempted: {training.reason}"
+                if training.status == "unfinished" and ending in ("", STOP_FILE):
+                    ending = f"{training.network.name} was preempted: {training.reason}"
                 write_results(folder, trainings)
                 final = sum(each.status in FINAL for each in trainings)
                 say(f"{'  '.join(training.row())}  ({final} of {len(trainings)})")
@@ -332,10 +324,8 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
                 launch.end(*(training.launched.process for training in running))
             used = [training.slot for training in running]
             free = [slot for slot in slots if slot not in used and not ending]
-            ready = (
-                each for each in [*waiting] if not each.run.is_dir() or not is_locked(each.run)
-            )
-            for slot, training in zip(free, ready, strict=False):
+            unlocked = (t for t in [*waiting] if not (t.run.is_dir() and is_locked(t.run)))
+            for slot, training in zip(free, unlocked, strict=False):
                 waiting.remove(training)
                 training.launch(slot, place)
                 running.append(training)
