@@ -1,8 +1,6 @@
-"""The watched runs: whether each is alive, its curves, and how the user stops it.
+"""The watched runs: whether each is alive, what is shown of it, and how the user stops it.
 
-Whether a run is alive is judged by its record, the heartbeats of its ranks, and how long neither
-has changed. `WatchedRuns.follow` reads the records in a thread, because long ones take seconds: the
-displays show what has been read so far.
+A thread reads the records, as long ones take seconds; displays show what has been read so far.
 """
 
 from __future__ import annotations
@@ -10,19 +8,20 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import UsageError
-from hpctrain.report.find import distinct_names, find_folder, propose_run, sweep_runs
-from hpctrain.report.history import History, Outcome, Point
+from hpctrain.errors import Failure, UsageError
+from hpctrain.report import find
+from hpctrain.report.display import figures
+from hpctrain.report.fields import Record
+from hpctrain.report.history import History, Metrics, Outcome, Point, metrics_of, time_of
 from hpctrain.stop import ask
-from hpctrain.text import duration, rough_duration
+from hpctrain.text import counted, duration, percent, rate, rough_duration, short_number
 from hpctrain.training.control import STOP_FILE
-from hpctrain.watch.table import Row, describe, table
 from hpctrain.watchdog import BEAT_EVERY, HEARTBEATS, is_gone, read_beat
 
 GRACE = 10.0  # seconds without change that are always tolerated
@@ -30,39 +29,69 @@ OVERDUE = 3.0  # times the longest usual interval, in addition
 FIND_CAUSE_EVERY = 10.0  # seconds between searches for the reason why a run ended
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # in heartbeats
 POLL_EVERY = 1.0  # seconds
+COLUMNS = ("run", "status", "done", "left", "validation", "best", "test", "images/s")
+MARKERS = (find.FILE_NAME, find.SWEEP_FILE, find.SETTINGS_FILE)  # files of a run or a sweep
+NO_FIGURES = dict.fromkeys(("loss", "accuracy", "images_per_second"))
+
+State = dict[str, Any]  # all that is shown of a run but its curves, see `WatchedRun`
+Cell = tuple[str, Any]  # of a table: a text, and the value by which rows are sorted
+Shown = tuple[list[str], list[State]]  # the columns and the rows of the table
+Curves = dict[str, dict[str, list[Point]]]  # by metric and split
 
 
 class WatchedRun:
-    """One run: its history, and `row`, all that is displayed of it but its curves."""
+    """One run: its history, and its state; the cells in it are those of `COLUMNS`."""
 
-    def __init__(self, key: int, folder: Path) -> None:
-        self.key, self.folder, self.name = key, folder, folder.name
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, folder.name
         self.history = History(folder, "sampled")
-        self.lock = threading.RLock()  # of the history
+        self._lock = threading.RLock()  # of the history
         self._seen: dict[str, tuple[Any, float]] = {}  # states, and since when
         self._outcome, self._looked = Outcome(), -math.inf  # the last search for the reason
-        self.row = self._describe("waiting", "not read yet")
+        self.state = self._describe("waiting", "not read yet")
 
     def poll(self) -> None:
-        """Read new lines of the record and update the row."""
-        with self.lock:
+        """Read new lines of the record and update the state."""
+        with self._lock:
             self.history.follow()
-            self.row = self._describe(*self._find_status(self.history))
+            self.state = self._describe(*self._find_status(self.history))
 
-    def _describe(self, status: str, text: str) -> Row:
-        own = {"key": self.key, "name": self.name, "status": status, "text": text}
-        return own | {"folder": str(self.folder)} | describe(self.history, status)
+    def _describe(self, status: str, text: str) -> State:
+        history, costs = self.history, self.history.costs()
+        step, steps = history.step.get("step", 0), history.total_steps
+        left = seconds_left(history) if status in ("running", "stopping") else None
+        last = metrics_of(history.evaluated.get("validation", {}))
+        best = history.best(by_accuracy=last.accuracy is not None)
+        return {
+            "key": str(self.folder),
+            "name": self.name,
+            "status": status,
+            "text": text,
+            "can_be_stopped": status in ("waiting", "running", "silent"),
+            "version": history.version,
+            "cells": [
+                cell(self.name, str),
+                cell(status, str),
+                cell(step / steps if steps else None, percent),
+                cell(left, duration),
+                *map(metrics_cell, (last, best, history.test)),
+                cell(costs.get("images_per_second"), rate),
+            ],
+            "facts": list(facts(history, costs)),
+            "notes": list(history.notes),
+            "settings": history.facts.get("settings") or {},
+        }
 
     def _idle(self, what: str, state: Any, written: float | None) -> float:
         """Return the seconds since the state of `what` changed, by the clock of this process.
 
         Only the first one counts from the time `written` in it, perhaps by another machine's clock.
         """
-        now = time.monotonic()
-        if what not in self._seen:
-            self._seen[what] = state, now - (max(time.time() - written, 0.0) if written else 0.0)
-        elif self._seen[what][0] != state:
-            self._seen[what] = state, now
+        now, age = time.monotonic(), 0.0
+        if what not in self._seen and written:
+            age = max(time.time() - written, 0.0)
+        if what not in self._seen or self._seen[what][0] != state:
+            self._seen[what] = state, now - age
         return now - self._seen[what][1]
 
     def _find_status(self, history: History) -> tuple[str, str]:
@@ -70,7 +99,7 @@ class WatchedRun:
         if history.problem and not history.lost:
             return "failed", history.problem
         if not self.folder.is_dir():
-            proposal = propose_run(self.folder.name, str(self.folder.parent))
+            proposal = find.propose_run(self.folder.name, str(self.folder.parent))
             return "pending", f"waiting for {self.folder}{proposal}"
         record = self._idle("record", history.version, history.launch.latest)
         if history.launch.outcome.status:
@@ -100,22 +129,21 @@ class WatchedRun:
         return "running", words or ("running" if history.step else "starting")
 
     def stop(self) -> str:
-        """Ask the run to stop, unless it has ended. Return a message for the user.
-
-        Raises RunError or UsageError as ``hpctrain stop`` does.
-        """
+        """Ask the run to stop, unless it has ended. Return a message for the user."""
         self.poll()
-        if self.history.launch.outcome.status:
-            return f"{self.name} has already ended"
-        return ask(self.folder)
+        reason = f"{self.name}: {self.state['text']}"
+        try:
+            return ask(self.folder) if self.state["can_be_stopped"] else reason
+        except Failure as error:
+            return str(error)
 
-    def curves(self) -> dict[str, dict[str, list[Point]]]:
-        """Return "loss" and "accuracy", each by split: pairs of step and mean, to 5 digits."""
-        found: dict[str, dict[str, list[Point]]] = {"loss": {}, "accuracy": {}}
-        with self.lock:
+    def curves(self) -> Curves:
+        """Return the curves of the loss and of the accuracy."""
+        found: Curves = {"loss": {}, "accuracy": {}}
+        with self._lock:
             for name, split in product(found, ("training", *self.history.evaluated)):
                 if points := self.history.curve(name, split):
-                    found[name][split] = [(round(x), float(f"{y:.5g}")) for x, y in points]
+                    found[name][split] = points
         return found
 
 
@@ -125,61 +153,112 @@ def ended(outcome: Outcome) -> tuple[str, str]:
     return outcome.status, f"{outcome.status}: {reason}" if reason else outcome.status
 
 
+def facts(history: History, costs: Record) -> Iterator[str]:
+    """Yield lines on the last results, on the time of a step, and on what trains."""
+    step, known, best = history.step, history.facts, history.best_validation()._asdict()
+    if step:
+        epochs, steps = known.get("epochs"), history.total_steps
+        yield f"epoch {step.get('epoch')} of {epochs}, step {step['step']:,} of {steps or 0:,}"
+    for name, record in {"training": step, **history.evaluated, "best validation": best}.items():
+        if text := figures({**NO_FIGURES, **record}):
+            yield f"{name} {' '.join(text.split())}"
+    if costs:
+        shares = ", ".join(f"{n} {100 * share:.0f} %" for n, share in costs["shares"].items())
+        yield f"step {1000 * costs['step_seconds']:,.1f} ms: {shares}"
+    if "slowest_rank" in costs:
+        often = percent(costs["slowest_share"])
+        yield f"rank {costs['slowest_rank']} was the slowest in {often} of the steps"
+    if known:
+        yield f"{known.get('model')}, {counted(known.get('ranks'), 'rank')}, {known.get('device')}"
+    if history.lost:
+        yield f"{counted(history.lost, 'line')} of the record cannot be read: {history.problem}"
+
+
+def seconds_left(history: History) -> float | None:
+    """Estimate the seconds to the end of the run, at the pace of this launch; None if unknown."""
+    first, last, steps = history.launch.first_step, history.step, history.total_steps
+    if not steps or not first or last["step"] <= first["step"]:
+        return None
+    pace = ((time_of(last) or 0) - (time_of(first) or 0)) / (last["step"] - first["step"])
+    return (steps - last["step"]) * pace or None
+
+
+def cell(value: Any, text_of: Callable[[Any], str]) -> Cell:
+    """Return a cell: large numbers come first, then texts, then what is unknown and thus empty."""
+    if value is None:
+        return "", (2, 0)
+    return text_of(value), (0, -value) if isinstance(value, int | float) else (1, str(value))
+
+
+def metrics_cell(metrics: Metrics) -> Cell:
+    """Return the cell of an accuracy, or of a loss where there is no accuracy."""
+    if metrics.accuracy is not None:
+        return cell(metrics.accuracy, lambda accuracy: f"{100 * accuracy:.2f} %")
+    return short_number(metrics.loss), (2, 0) if metrics.loss is None else (0, metrics.loss)
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting, such as a learning rate without digits of rounding errors."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 class WatchedRuns:
     """All runs that `targets` name, including those that begin later, alone or in a sweep."""
 
     def __init__(self, targets: Sequence[str], runs_dir: str) -> None:
         """Find the runs. Raises UsageError if a folder is neither a run nor a sweep."""
         self._targets, self._runs_dir = targets, runs_dir
-        self._known: dict[Path, WatchedRun] = {}
         self._wanted = threading.Event()  # whether to poll once more
-        self.all: list[WatchedRun] = []  # in the order of the targets
+        self.all: dict[str, WatchedRun] = {}  # by folder, in the order of the targets
         self._find()
 
-    def get(self, key: str) -> WatchedRun | None:
-        """Return the run with this key; None if there is none."""
-        return next((run for run in self.all if str(run.key) == key), None)
+    def table(self, sort: int | None = None) -> Shown:
+        """Return the table as last polled, sorted by a column, and ask `follow` to poll again.
 
-    def table(self) -> tuple[list[str], list[Row]]:
-        """Return the columns and the rows as last polled, and ask `follow` to poll again."""
+        The settings that differ between the runs are columns, too; at their default they are empty.
+        """
         self._wanted.set()
-        return table([run.row for run in self.all])
+        states = [run.state for run in self.all.values()]
+        known = [state["settings"] for state in states if state["settings"]]
+        names = dict.fromkeys(name for settings in known for name in settings)
+        differing = [name for name in names if len({str(each.get(name)) for each in known}) > 1]
+        rows = []
+        for state in states:
+            own = [cell(state["settings"].get(name), setting_text) for name in differing]
+            rows.append(state | {"cells": state["cells"] + own})
+        columns = [*COLUMNS, *differing]
+        if sort is not None and sort < len(columns):
+            rows.sort(key=lambda row: row["cells"][sort][1])
+            columns[sort] += " ↓"
+        return columns, rows
 
     def follow(self) -> None:
-        """Start a thread that polls, at most every `POLL_EVERY` seconds, while it is wanted."""
-
-        def poll() -> None:
-            while self._wanted.wait():
-                self._wanted.clear()
-                self.poll()
-                time.sleep(POLL_EVERY)
-
-        self._wanted.set()
-        threading.Thread(target=poll, daemon=True).start()
+        """Poll at most every `POLL_EVERY` seconds, while it is wanted: what a thread does."""
+        while self._wanted.wait():
+            self._wanted.clear()
+            self.poll()
+            time.sleep(POLL_EVERY)
 
     def poll(self) -> None:
         """Look for new runs, and poll all runs."""
         with suppress(UsageError):  # a folder was moved away: the status of its run shows it
             self._find()
-        for run in self.all:
+        for run in self.all.values():
             run.poll()
 
     def _find(self) -> None:
-        found = [path for target in self._targets for path in self._folders(target)]
-        folders = list(dict.fromkeys(found))
-        names = distinct_names([folder.absolute() for folder in folders])  # links: their own
-        for folder, name in zip(folders, names, strict=True):
-            if folder not in self._known:
-                self._known[folder] = WatchedRun(len(self._known), folder)
-            self._known[folder].name = name
-        self.all = [self._known[folder] for folder in folders]
-
-    def _folders(self, target: str) -> list[Path]:
-        """Return the folders of one target; a run whose folder does not exist is waited for."""
-        try:
-            folder = find_folder(target, self._runs_dir)
-        except UsageError:
-            folder = Path(self._runs_dir) / target
-            if folder.exists() or Path(target).exists():
-                raise
-        return sweep_runs(folder)
+        folders: list[Path] = []
+        for target in self._targets:
+            try:
+                folder = find.find_folder(target, self._runs_dir, MARKERS)
+            except UsageError:
+                folder = Path(self._runs_dir) / target  # it is waited for
+                if folder.exists() or Path(target).exists():
+                    raise
+            is_sweep = (folder / find.SWEEP_FILE).is_file()
+            folders += find.sweep_runs(folder) if is_sweep else [folder]
+        folders = list(dict.fromkeys(folders))
+        names = find.distinct_names([folder.absolute() for folder in folders])  # links: their own
+        self.all = {str(path): self.all.get(str(path)) or WatchedRun(path) for path in folders}
+        for run, name in zip(self.all.values(), names, strict=True):
+            run.name = name

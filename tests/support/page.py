@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from tests.support.api import web
 from tests.support.records import refuse_constant
@@ -32,21 +33,13 @@ class Page(NamedTuple):
     token: str
     watched: Any
 
-    @property
-    def origin(self) -> str:
-        return f"http://localhost:{self.port}"
-
-    def ask(
-        self, path: str, method: str = "GET", token: str | None = None, **headers: str | None
-    ) -> Answer:
-        """Send a request; names of headers are written with _ for -, and None leaves one out."""
-        own = {"Host": f"localhost:{self.port}", **headers}
-        own = {name.replace("_", "-"): value for name, value in own.items() if value is not None}
+    def ask(self, path: str, method: str = "GET", token: str | None = None) -> Answer:
+        """Send a request with its token, or with another one."""
         token = self.token if token is None else token
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
             both = "&" if "?" in path else "?"
-            connection.request(method, f"{path}{both}token={token}", headers=own)
+            connection.request(method, f"{path}{both}token={token}")
             answer = connection.getresponse()
             return Answer(answer.status, answer.headers, answer.read().decode())
 
@@ -55,13 +48,17 @@ class Page(NamedTuple):
         self.watched.poll()
         return self.ask("/data").json()["runs"]
 
+    def of_run(self, path: str, run: int, method: str = "GET", token: str | None = None) -> Answer:
+        """Its answer on one run, by number."""
+        return self.ask(f"{path}?run={quote(list(self.watched.all)[run])}", method, token)
+
     def curves(self, run: int = 0) -> dict[str, Any]:
         """Its curves of a run: "loss" and "accuracy" -> split -> rows of step, mean."""
-        return self.ask(f"/curves?run={run}").json()
+        return self.of_run("/curves", run).json()["curves"]
 
-    def stop(self, run: int = 0) -> Answer:
-        """Press its button."""
-        return self.ask(f"/stop?run={run}", "POST", Origin=self.origin)
+    def stop(self, run: int = 0) -> str:
+        """What it says when its button is pressed."""
+        return self.of_run("/stop", run, "POST").json()["text"]
 
 
 @contextlib.contextmanager

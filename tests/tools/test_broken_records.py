@@ -56,7 +56,7 @@ def test_no_record_keeps_another_run_from_being_shown(data, tmp_path_factory):
         _, second = page.runs()
         page.curves(0)
     assert (second["status"], second["notes"]) == ("done", ["a note"])
-    assert "step 12 of" in second["progress"]
+    assert "step 12 of" in second["facts"][0]
     done = alone("watch", bad, good, "--once")
     assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 2)
     assert done.out.splitlines()[1].startswith("good  done")

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -79,24 +80,20 @@ def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watching):
     pytest.importorskip("plotext")
     one, two = runs
     watching.wait_for("one: running", "two", "failed", "50 %", "75.00 %", "80.0", "lr", "0.2")
-    watching.wait_for("epoch 2 of 4, step 20 of 40", "validation loss 0.2500", "so far [b]x[/b]")
-    watching.wait_for("loss", "accuracy (%)", "training", "validation", "compute 60 %")
+    watching.wait_for("epoch 2 of 4, step 20 of 40", "validation loss", "so far [b]x[/b]")
+    watching.wait_for("loss", "accuracy", "training", "validation", "compute 60 %")
     watching.press("j")
     watching.wait_for("two: failed: no room")
-    watching.press("s")  # nothing is asked of what has ended
     watching.press("oo")
     watching.wait_for("status ↓", "two: failed: no room")
-    watching.press("k")
-    watching.wait_for("one: running")
-    watching.press("s")
-    watching.wait_for("Stop one")
-    watching.press("n")
-    watching.wait_for("q quit")
+    watching.press("S")  # what has ended is not asked to stop
+    watching.wait_for("two: failed: no room", "1 of 2")
+    watching.press("sk")
+    watching.wait_for("one: running", "q quit")
     assert not (one / "STOP").exists()
-    watching.press("s")
-    watching.wait_for("Stop one")
-    watching.press("y")
-    wait_for((one / "STOP").exists)
+    watching.press("S")
+    watching.wait_for("asked to stop")
+    assert (one / "STOP").exists()
     assert not (two / "STOP").exists()
     append(one, step_line(30, loss=0.125), end_line())
     watching.wait_for("one: done", "0.1250")
@@ -114,12 +111,14 @@ def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path):
     (tmp_path / "sweep.toml").touch()
     watching = Watching(tmp_path, columns=80, rows=24)
     try:
-        watching.wait_for("1 of 40", "00-long", "validation", "75.00 %", "accuracy (%)", "q quit")
+        watching.wait_for("1 of 40", "00-long", "validation", "75.00 %", "accuracy", "q quit")
         watching.press("k")
         watching.wait_for("40 of 40", "39-long")
+        assert not termios.tcgetattr(watching.terminal)[3] & termios.ECHO
         watching.process.send_signal(signal.SIGTERM)
         wait_for(lambda: watching.read() is not None and watching.process.poll() is not None)
         assert watching.process.returncode == 0
+        assert termios.tcgetattr(watching.terminal)[3] & termios.ECHO  # as it was
     finally:
         watching.process.kill()
         os.close(watching.terminal)
@@ -135,12 +134,10 @@ def test_once_on_a_terminal_is_a_table_in_its_width(runs):
     assert second.split() == ["two", "failed", "2", "%", "80.0", "0.2"]
 
 
-def test_without_the_package_one_line_says_what_to_install(tmp_path):
+def test_without_the_package_one_line_says_what_to_install():
     program = (
         "import sys; sys.modules['plotext'] = None\n"
-        "from hpctrain.errors import UsageError\n"
-        "from hpctrain.watch import terminal\n"
-        "try: terminal.show(None)\n"
-        "except UsageError as error: print(error)"
+        "from hpctrain.watch.terminal import draw\n"
+        "print(draw({}, 80, 9))"
     )
     assert "pip install plotext" in run([sys.executable, "-c", program]).stdout

@@ -13,6 +13,7 @@ from tests.support.page import watched
 from tests.support.ranks import alone
 from tests.support.records import (
     FILE,
+    SECONDS,
     append,
     beat,
     end_line,
@@ -30,7 +31,7 @@ NO_PROCESS = 2**22 + 1  # above the largest number that Linux gives
 def under_way(folder):
     """A run at step 20 of 40, the last one of this moment."""
     steps = [step_line(n, time=time.time() - 2 + n / 10) for n in range(1, 21)]
-    return make_run(folder, run_line(), *steps, evaluation_line(20))
+    return make_run(folder, run_line(device="cpu"), *steps, evaluation_line(20))
 
 
 def said(run):
@@ -43,15 +44,15 @@ def said(run):
 def test_a_line_for_each_run(tmp_path, clock, golden, monkeypatch):
     monkeypatch.chdir(tmp_path)
     under_way(tmp_path / "runs" / "running")
-    shares = {"data": 0.123, "compute": 0.456, "reduce": 0.417, "other": 0.004}
-    ended = {"shares": shares, "step_seconds": 0.1, "slowest_rank": 1, "slowest_share": 0.676}
-    tests = [evaluation_line(40, "test", accuracy=None), end_line(**ended)]
-    make_run(tmp_path / "runs" / "done", run_line(device="cpu"), *step_lines(1, 40), *tests)
-    make_run(tmp_path / "runs" / "silent", run_line(), step_line(1, time=time.time() - 185))
-    make_run(tmp_path / "runs" / "failed", run_line(), end_line("failed", "disk full\nat once"))
-    make_run(tmp_path / "runs" / "starting", run_line(epochs=None, steps_per_epoch=None))
-    make_run(tmp_path / "runs" / "new")
-    (tmp_path / "runs" / "no run").mkdir()
+    first, runs = run_line(device="cpu"), tmp_path / "runs"
+    waits = {"seconds": SECONDS | {"data": 0.0123, "idle": 0.02}, "slowest_rank": 1}
+    tests = [evaluation_line(40, "test", accuracy=None), end_line()]
+    make_run(runs / "done", first, *step_lines(1, 40, **waits), *tests)
+    make_run(runs / "silent", first, step_line(1, time=time.time() - 185))
+    make_run(runs / "failed", first, end_line("failed", "disk full\nat once"))
+    make_run(runs / "starting", first)
+    make_run(runs / "new")
+    (runs / "no run").mkdir()
     done = alone("watch")
     assert (done.code, done.err) == (0, "")
     golden("watch.txt", done.out)
@@ -156,11 +157,12 @@ def test_runs_of_a_sweep_that_begin_while_it_is_watched(tmp_path, clock):
         assert [found["status"] for found in page.runs()] == ["running", "waiting"]
         (sweep / "sweep.toml").touch()
         assert alone("watch", sweep, "--once").out == "no run has begun yet\n"
-        keys = []
-        for name in ("b", "a"):
-            make_run(sweep / name, run_line())
-            keys.append({found["name"]: found["key"] for found in page.runs()})
-        assert list(keys[1]) == ["first", "a", "b"] and keys[1]["b"] == keys[0]["b"]
+        make_run(sweep / "b", run_line(), step_line(1, time=clock.now - 50))
+        assert page.runs()[1]["status"] == "silent"
+        clock.skip(5)
+        make_run(sweep / "a", run_line())
+        names = {found["name"]: found["text"] for found in page.runs()}
+        assert list(names) == ["first", "a", "b"] and names["b"] == "silent for 55 s"
 
 
 def test_runs_of_one_name_are_told_apart_and_a_link_has_its_own(tmp_path):
@@ -173,13 +175,14 @@ def test_runs_of_one_name_are_told_apart_and_a_link_has_its_own(tmp_path):
 
 
 def test_stop_is_asked_once_and_not_of_what_has_ended(tmp_path, clock):
-    runs = [make_run(tmp_path / name, run_line(), step_line(1)) for name in "ab"]
+    runs = [make_run(tmp_path / name, run_line(), step_line(1)) for name in "abc"]
     with watched(*runs) as page:
         append(runs[1], end_line("failed", "no"))
-        assert page.stop(0).status == 200 and (runs[0] / "STOP").exists()
-        assert "already ended" in page.stop(1).text and not (runs[1] / "STOP").exists()
-        clock.skip(1.0)
-        first, _ = page.runs()
+        (runs[2] / "config.toml").unlink()
+        assert "asked to stop" in page.stop(0) and (runs[0] / "STOP").exists()
+        assert page.stop(1) == "b: failed: no" and not (runs[1] / "STOP").exists()
+        assert "config.toml" in page.stop(2) and not (runs[2] / "STOP").exists()
+        first, *_ = page.runs()
         assert (first["status"], first["can_be_stopped"]) == ("stopping", False)
 
 

@@ -1,109 +1,76 @@
 // Requests the data of all runs every second, and the curves that changed; draws with uPlot.
-const TOKEN = new URLSearchParams(location.search).get("token") ?? "";
+const token = new URLSearchParams(location.search).get("token");
 const HUES = ["#1f77d0", "#d1651a", "#2a9d4a", "#b5379b", "#c9a100", "#0fa3a3", "#d33f49", "#7a5fd0"];
-const SPLITS = { training: "--blue", validation: "--orange", test: "--green" };
+const GREY = "#77818e", FAINT = "#77818e40"; // for a light and a dark page
 const find = (query) => document.querySelector(query);
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-let columns = [], runs = [], chosen = null, sorted = null, falling = false;
+let runs = [], shown = [], chosen = null, sort = null, reversed = false;
 const ticked = new Set(), curves = new Map(), plots = new Map();
 
-function element(tag, text = "", kind = "") {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  made.className = kind;
-  return made;
-}
+const element = (tag, textContent = "", className = "") =>
+  Object.assign(document.createElement(tag), { textContent, className });
 
-async function ask(path, extra = {}, method = "GET") {
-  const answer = await fetch(`${path}?${new URLSearchParams({ ...extra, token: TOKEN })}`, { method });
-  return answer.json();
+async function ask(path, query = {}, method = "GET") {
+  return (await fetch(`${path}?${new URLSearchParams({ ...query, token })}`, { method })).json();
 }
-
-const shown = () => runs.filter((run) => run.key === chosen || ticked.has(run.key));
 
 async function update() {
-  let text = `updated ${new Date().toLocaleTimeString()}`, lost = false;
+  let text = "no answer: has hpctrain watch ended?";
   try {
-    ({ columns, runs } = await ask("data"));
-    if (!runs.some((run) => run.key === chosen)) chosen = runs[0]?.key ?? null;
-    showTable();
-    showChosen();
-    const old = shown().filter((run) => curves.get(run.key)?.version !== run.version);
-    const answers = await Promise.all(old.map((run) => ask("curves", { run: run.key })));
-    answers.forEach((answer) => curves.set(answer.key, answer));
+    const data = await ask("data", sort === null ? {} : { sort });
+    runs = reversed ? data.runs.reverse() : data.runs;
+    const run = runs.find((each) => each.key === chosen) ?? runs[0];
+    chosen = run?.key;
+    shown = runs.filter((each) => each.key === chosen || ticked.has(each.key));
+    showTable(data.columns);
+    if (run) showChosen(run);
+    for (const { key, version } of shown) {
+      if (curves.get(key)?.version !== version) curves.set(key, await ask("curves", { run: key }));
+    }
     draw();
-  } catch (error) {
-    [text, lost] = ["no answer: has hpctrain watch ended?", true];
+    text = `updated ${new Date().toLocaleTimeString()}`;
+  } catch { // the text says so
   }
   find("#connection").textContent = text;
-  find("#connection").classList.toggle("lost", lost);
 }
 
-// Numbers from the largest, then texts, then what is unknown; in reverse if `falling`.
-function compare(a, b) {
-  const [x, y] = [a.cells[sorted]?.[1] ?? null, b.cells[sorted]?.[1] ?? null];
-  if (x === null || y === null) return (x === null) - (y === null);
-  const both = typeof x === "number" && typeof y === "number";
-  return (both ? y - x : String(x).localeCompare(String(y))) * (falling ? -1 : 1);
-}
-
-function showTable() {
-  find("#runs thead tr").replaceChildren(element("th"), ...columns.map((name, index) => {
-    const head = element("th", name + (index === sorted ? (falling ? " ↑" : " ↓") : ""));
+function showTable(columns) {
+  find("thead tr").replaceChildren(element("th"), ...columns.map((name, index) => {
+    const head = element("th", reversed ? name.replace("↓", "↑") : name);
     head.onclick = () => {
-      falling = sorted === index && !falling;
-      sorted = index;
-      showTable();
+      [reversed, sort] = [index === sort && !reversed, index];
+      update();
     };
     return head;
   }));
-  const rows = sorted === null ? runs : [...runs].sort(compare);
-  find("#runs tbody").replaceChildren(...rows.map((run) => {
-    const row = element("tr", "", run.key === chosen ? "chosen" : "");
-    const box = element("input");
+  find("tbody").replaceChildren(...runs.map((run) => {
+    const row = element("tr", "", run.key === chosen ? "chosen" : ""), box = element("input");
     Object.assign(box, { type: "checkbox", checked: ticked.has(run.key), title: "lay its curves over" });
-    box.onclick = (event) => {
-      event.stopPropagation();
-      ticked[box.checked ? "add" : "delete"](run.key);
-      update();
-    };
+    box.onclick = () => ticked[box.checked ? "add" : "delete"](run.key);
     row.append(element("td"), ...run.cells.map(([text]) => element("td", text)));
     row.cells[0].append(box);
     row.cells[2].className = run.status;
-    row.onclick = () => {
-      chosen = run.key;
+    row.onclick = (event) => {
+      if (event.target !== box) chosen = run.key;
       update();
     };
     return row;
   }));
 }
 
-function showChosen() {
-  const run = runs.find((each) => each.key === chosen);
-  find("#chosen").hidden = !run;
-  if (!run) return;
+function showChosen(run) {
   document.title = `${run.name} ${run.status} - hpctrain watch`;
   find("h2").textContent = run.name;
-  find("#status").replaceChildren(element("span", run.text, run.status));
+  find("#status").textContent = run.text;
+  find("#status").className = run.status;
   find("#stop").hidden = !run.can_be_stopped;
-  find("progress").value = run.share ?? 0;
-  find("#progress").textContent = run.progress;
-  find("dl").replaceChildren(...[...run.facts, ["folder", run.folder]].map(([name, text]) => {
-    const pair = element("div");
-    pair.append(element("dt", name), element("dd", text));
-    return pair;
-  }));
-  find("#notes").replaceChildren(...run.notes.map((note) => element("div", note)));
+  const lines = [...run.facts, ...run.notes, run.key];
+  find("#facts").replaceChildren(...lines.map((text) => element("div", text)));
+  find("#stop").onclick = async () => {
+    if (!confirm(`Stop ${run.name} after its next step? It is saved and tested.`)) return;
+    alert((await ask("stop", { run: run.key }, "POST")).text);
+  };
 }
-
-find("#stop").onclick = async () => {
-  const run = runs.find((each) => each.key === chosen);
-  if (!confirm(`Stop ${run.name} after its next step? It is saved and tested.`)) return;
-  const { text } = await ask("stop", { run: run.key }, "POST");
-  await update();
-  find("#connection").textContent = text;
-};
 
 // Exponential means, without the weight of the zero they begin with.
 function smooth(values, factor) {
@@ -115,59 +82,55 @@ function smooth(values, factor) {
   });
 }
 
+// The series of uPlot, each with its data: lines of the training, dots of evaluations.
 function seriesOf(name) {
-  const factor = name === "accuracy" ? 100 : 1, laid = shown();
-  return laid.flatMap((run) => Object.entries(curves.get(run.key)?.[name] ?? {}).map(([split, points]) => {
-    const values = points.map((point) => factor * point[1]), isLine = split === "training";
+  const hues = [...curves.keys()], factor = +find("#smoothing").value, alone = shown.length === 1;
+  const splitsOf = (run) => Object.entries(curves.get(run.key)?.curves[name] ?? {});
+  return shown.flatMap((run) => splitsOf(run).map(([split, points], index) => {
+    const [steps, values] = [0, 1].map((part) => points.map((point) => point[part]));
+    const isLine = split === "training", stroke = HUES[(alone ? index : hues.indexOf(run.key)) % HUES.length];
     return {
-      label: laid.length > 1 ? `${run.name} ${split}` : split,
-      stroke: laid.length > 1 ? HUES[run.key % HUES.length] : color(SPLITS[split] ?? "--red"),
-      isLine,
-      data: [points.map((point) => point[0]), isLine ? smooth(values, +find("#smoothing").value) : values],
+      label: alone ? split : `${run.name} ${split}`,
+      stroke,
+      spanGaps: isLine,
+      width: isLine ? 1.5 : 0,
+      points: { show: !isLine, size: 6, fill: stroke },
+      value: (_, value) => (value == null ? "" : `${Number(value.toPrecision(5))}`),
+      data: [steps, isLine ? smooth(values, factor) : values],
     };
-  })).filter((one) => one.data[0].length);
+  }));
 }
 
 function draw() {
   for (const name of ["loss", "accuracy"]) {
     const series = seriesOf(name), box = find(`#${name}`), isLog = name === "loss" && find("#log").checked;
     box.hidden = !series.length;
-    const width = box.clientWidth - 20;
+    const width = box.clientWidth - 20, data = uPlot.join(series.map((one) => one.data));
     const key = JSON.stringify([series.map((one) => [one.label, one.stroke]), width, isLog]);
-    const data = uPlot.join(series.map((one) => one.data));
-    if (plots.get(name)?.key === key) {
-      const { plot } = plots.get(name), { min, max } = plot.scales.x, all = plot.data[0];
-      const enlarged = min > all[0] || max < all[all.length - 1];
-      plot.setData(data, !enlarged);
-      if (enlarged) plot.redraw();
+    const old = plots.get(name);
+    if (old?.key === key) {
+      const { min, max } = old.plot.scales.x, steps = old.plot.data[0];
+      const isEnlarged = min > steps[0] || max < steps.at(-1);
+      old.plot.setData(data, !isEnlarged);
+      if (isEnlarged) old.plot.redraw();
     } else if (series.length) {
-      plots.get(name)?.plot.destroy();
-      const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false } };
-      const plot = new uPlot({
-        title: name === "accuracy" ? "accuracy (%)" : name,
+      old?.plot.destroy();
+      const axis = { stroke: GREY, grid: { stroke: FAINT, width: 1 }, ticks: { show: false } };
+      plots.set(name, { key, plot: new uPlot({
+        title: name,
         width,
         height: Math.min(340, Math.max(220, width * 0.6)),
         scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
         axes: [{ ...axis, space: 80, size: 30 }, { ...axis, size: 60 }],
         padding: [null, 30, null, null],
         cursor: { sync: { key: "step" } },
-        series: [{ label: "step" }, ...series.map(({ label, stroke, isLine }) => ({
-          label,
-          stroke,
-          spanGaps: isLine,
-          width: isLine ? 1.5 : 0,
-          points: { show: !isLine, size: 6, fill: stroke },
-          value: (_, value) => (value == null ? "" : Number(value.toPrecision(5)).toString()),
-        }))],
-      }, data, box);
-      plots.set(name, { key, plot });
+        series: [{ label: "step" }, ...series],
+      }, data, box) });
     }
   }
 }
 
-for (const input of ["#smoothing", "#log"]) find(input).oninput = draw;
-window.addEventListener("resize", draw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+document.oninput = window.onresize = draw;
 (async function follow() {
   if (!document.hidden) await update();
   setTimeout(follow, 1000);
