@@ -72,25 +72,21 @@ def test_the_data_of_all_runs(page):
     assert texts == ["b", "failed", "2 %", "", "", "", "", "80.0", "0.2", ""]
 
 
-@pytest.mark.parametrize(
-    ("column", "order"), [("run", "abcd"), ("validation", "bdac"), ("lr", "bacd"), ("test", "dabc")]
-)
-def test_rows_are_sorted_from_the_largest_number_the_best_metric_and_the_first_text(
-    tmp_path, clock, column, order
-):
+def test_rows_are_sorted_from_the_largest_number_the_best_metric_and_the_first_text(tmp_path):
     """Accuracies before losses, of which the smallest is the best; what is unknown last."""
-    accuracies, settings = {"a": 0.5, "b": 0.9, "d": 0.75}, {"a": 0.1, "b": 0.2, "c": "auto"}
-    for name in "abcd":
-        lines = [run_line(settings={"lr": settings[name]} if name in settings else {"seed": 1})]
-        if name in accuracies:
-            lines.append(evaluation_line(1, accuracy=accuracies[name]))
-        lines += [evaluation_line(1, "test", loss=0.5, accuracy=None)] * (name == "d")
-        make_run(tmp_path / name, *lines)
+    ends = {"a": [0.5, 0.1], "b": [0.9, 0.2], "c": [None, "auto"], "d": [None, None]}
+    for name, (accuracy, rate) in ends.items():
+        loss = {"a": 0.1, "b": 0.2, "c": 0.25, "d": 0.125}[name]
+        lines = [evaluation_line(1, accuracy=accuracy, loss=loss)]
+        lines += [evaluation_line(1, "test")] * (name == "d")
+        make_run(tmp_path / name, run_line(settings={"lr": rate, "seed": 1}), *lines)
+    orders = {"run": "abcd", "validation": "badc", "lr": "bacd", "test": "dabc"}
     with watched(*(tmp_path / name for name in "abcd")) as page:
         page.runs()
-        number = page.ask("/data").json()["columns"].index(column)
-        found = page.ask(f"/data?sort={number}").json()["runs"]
-    assert "".join(run["name"] for run in found) == order
+        columns = page.ask("/data").json()["columns"]
+        for column, order in orders.items():
+            found = page.ask(f"/data?sort={columns.index(column)}").json()["runs"]
+            assert "".join(run["name"] for run in found) == order
 
 
 def test_the_curves_of_one_run(page):
@@ -102,22 +98,15 @@ def test_the_curves_of_one_run(page):
     assert answer["curves"]["accuracy"]["validation"] == [[4, 0.9], [5, 0.75]]
 
 
-@pytest.mark.parametrize("token", ["", "x", "%C3%A9"])
-def test_nothing_without_the_token(page, runs, token):
-    for path in ("/", "/data"):
-        answer = page.ask(path, token=token)
-        assert answer.status == 403 and page.token not in answer.text
-    assert page.of_run("/curves", 0, token=token).status == 403
-    assert page.of_run("/stop", 0, "POST", token).status == 403
-    assert not (runs[0] / "STOP").exists()
-
-
-def test_only_a_post_stops_and_only_one_of_the_runs(page, runs):
-    assert page.of_run("/stop", 0).status == 404
+def test_nothing_without_the_token_no_stop_without_a_post_and_none_of_other_runs(page, runs):
+    for token in ("", "x", "%C3%A9"):
+        requests = [("/", "GET"), ("/data", "GET"), ("/curves", "GET"), ("/stop", "POST")]
+        answers = [page.of_run(path, 0, method, token) for path, method in requests]
+        assert all(each.status == 403 and page.token not in each.text for each in answers)
     for name in ("", "0", "/tmp", "%00"):
         assert page.ask(f"/curves?run={name}").status == 404
         assert page.ask(f"/stop?run={name}", "POST").status == 404
-    assert not (runs[0] / "STOP").exists()
+    assert page.of_run("/stop", 0).status == 404 and not (runs[0] / "STOP").exists()
     page.stop(0)
     assert (runs[0] / "STOP").exists() and not (runs[1] / "STOP").exists()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import termios
@@ -56,6 +55,14 @@ class Watching:
     def wait_for(self, *texts):
         wait_for(lambda: all(text in self.read() for text in texts))
 
+    def exit_code(self):
+        wait_for(lambda: self.read() is not None and self.process.poll() is not None)
+        return self.process.returncode
+
+    def echoes(self):
+        """Whether the terminal shows what is typed."""
+        return bool(termios.tcgetattr(self.terminal)[3] & termios.ECHO)
+
 
 @pytest.fixture
 def runs(tmp_path):
@@ -67,18 +74,19 @@ def runs(tmp_path):
 
 
 @pytest.fixture
-def watching(runs):
-    made = Watching(*runs)
-    yield made
-    if made.process.poll() is None:
-        made.process.send_signal(signal.SIGKILL)
-    made.process.wait()
-    os.close(made.terminal)
+def watch():
+    """Start it on runs; each is killed at the end."""
+    started = []
+    yield lambda *words, **size: started.append(Watching(*words, **size)) or started[-1]
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        os.close(each.terminal)
 
 
-def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watching):
+def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watch):
     pytest.importorskip("plotext")
-    one, two = runs
+    (one, two), watching = runs, watch(*runs)
     watching.wait_for("one: running", "two", "failed", "50 %", "75.00 %", "80.0", "lr", "0.2")
     watching.wait_for("epoch 2 of 4, step 20 of 40", "validation loss", "so far [b]x[/b]")
     watching.wait_for("loss", "accuracy", "training", "validation", "compute 60 %")
@@ -93,35 +101,27 @@ def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watching):
     assert not (one / "STOP").exists()
     watching.press("S")
     watching.wait_for("asked to stop")
-    assert (one / "STOP").exists()
-    assert not (two / "STOP").exists()
+    assert (one / "STOP").exists() and not (two / "STOP").exists()
     append(one, step_line(30, loss=0.125), end_line())
     watching.wait_for("one: done", "0.1250")
-    watching.press("q")
-    wait_for(lambda: watching.read() is not None and watching.process.poll() is not None)
-    assert watching.process.returncode == 0
+    os.write(watching.terminal, b"q")
+    assert watching.exit_code() == 0
 
 
-def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path):
+def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path, watch):
     pytest.importorskip("plotext")
     steps = [step_line(1), evaluation_line(1), end_line()]
     for number in range(40):
         settings = {"seed": number, "optimizer": "a-long-setting-of-it"}
         make_run(tmp_path / f"{number:02}-{'long' * 9}", run_line(settings=settings), *steps)
     (tmp_path / "sweep.toml").touch()
-    watching = Watching(tmp_path, columns=80, rows=24)
-    try:
-        watching.wait_for("1 of 40", "00-long", "validation", "75.00 %", "accuracy", "q quit")
-        watching.press("k")
-        watching.wait_for("40 of 40", "39-long")
-        assert not termios.tcgetattr(watching.terminal)[3] & termios.ECHO
-        watching.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: watching.read() is not None and watching.process.poll() is not None)
-        assert watching.process.returncode == 0
-        assert termios.tcgetattr(watching.terminal)[3] & termios.ECHO  # as it was
-    finally:
-        watching.process.kill()
-        os.close(watching.terminal)
+    watching = watch(tmp_path, columns=80, rows=24)
+    watching.wait_for("1 of 40", "00-long", "validation", "75.00 %", "accuracy", "q quit")
+    watching.press("k")
+    watching.wait_for("40 of 40", "39-long")
+    assert not watching.echoes()
+    watching.process.terminate()
+    assert watching.exit_code() == 0 and watching.echoes()  # as it was
 
 
 def test_once_on_a_terminal_is_a_table_in_its_width(runs):

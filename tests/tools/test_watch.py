@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 
 import pytest
 
@@ -18,7 +17,6 @@ from tests.support.records import (
     beat,
     end_line,
     evaluation_line,
-    line,
     make_run,
     run_line,
     step_line,
@@ -26,12 +24,6 @@ from tests.support.records import (
 )
 
 NO_PROCESS = 2**22 + 1  # above the largest number that Linux gives
-
-
-def under_way(folder):
-    """A run at step 20 of 40, the last one of this moment."""
-    steps = [step_line(n, time=time.time() - 2 + n / 10) for n in range(1, 21)]
-    return make_run(folder, run_line(device="cpu"), *steps, evaluation_line(20))
 
 
 def said(run):
@@ -43,36 +35,24 @@ def said(run):
 
 def test_a_line_for_each_run(tmp_path, clock, golden, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    under_way(tmp_path / "runs" / "running")
     first, runs = run_line(device="cpu"), tmp_path / "runs"
+    steps = [step_line(n, time=clock.now - 2 + n / 10) for n in range(1, 21)]
+    make_run(runs / "running", first, *steps, evaluation_line(20))
     waits = {"seconds": SECONDS | {"data": 0.0123, "idle": 0.02}, "slowest_rank": 1}
     tests = [evaluation_line(40, "test", accuracy=None), end_line()]
     make_run(runs / "done", first, *step_lines(1, 40, **waits), *tests)
-    make_run(runs / "silent", first, step_line(1, time=time.time() - 185))
-    make_run(runs / "failed", first, end_line("failed", "disk full\nat once"))
+    make_run(runs / "silent", first, step_line(1, time=clock.now - 185))
+    reasons = {"failed": "disk full\nat once", "preempted": "x", "stopped": "y"}
+    for status, reason in reasons.items():
+        make_run(runs / status, first, end_line(status, reason))
     make_run(runs / "starting", first)
     make_run(runs / "new")
-    (runs / "no run").mkdir()
-    done = alone("watch")
+    (runs / "no-run").mkdir()
+    done, refused = alone("watch"), alone("watch", "no-run")
     assert (done.code, done.err) == (0, "")
     golden("watch.txt", done.out)
-
-
-@pytest.mark.parametrize(
-    ("end", "text"),
-    [
-        (("done", None), "done"),
-        (("stopped", "asked to stop"), "stopped: asked to stop"),
-        (("preempted", "the time is up"), "preempted: the time is up"),
-        (("failed", "disk full\nat once"), "failed: disk full"),
-    ],
-)
-def test_how_a_run_ended(tmp_path, end, text):
-    run = make_run(tmp_path / "a", run_line(), step_line(1), end_line(*end))
-    assert said(run) == text
-    with watched(run) as page:
-        (found,) = page.runs()
-    assert (found["status"], found["can_be_stopped"]) == (text.partition(":")[0], False)
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
+    assert "no-run" in refused.err
 
 
 HERE = {"host": socket.gethostname(), "pid": NO_PROCESS}
@@ -187,19 +167,8 @@ def test_stop_is_asked_once_and_not_of_what_has_ended(tmp_path, clock):
 
 
 def test_watching_imports_neither_torch_nor_mpi(tmp_path):
-    make_run(tmp_path / "runs" / "a", run_line(), line("note", text="x"))
-    program = (
-        "import sys, hpctrain.watch.web, hpctrain.watch.terminal\n"
-        "from hpctrain.cli import main\n"
-        "main(['watch', 'a'])\n"
-        "print(sorted({'torch', 'mpi4py', 'numpy', 'h5py', 'cupy'} & set(sys.modules)))"
-    )
+    make_run(tmp_path / "runs" / "a", run_line())
+    program = "import sys, hpctrain.cli, hpctrain.watch.web; hpctrain.cli.main(['watch', 'a'])\n"
+    program += "print({'torch', 'mpi4py', 'numpy', 'h5py', 'cupy'} & {*sys.modules})"
     done = run_command([sys.executable, "-c", program], cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
-
-
-def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pictures").mkdir()
-    done = alone("watch", "pictures")
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1) and "pictures" in done.err
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
