@@ -17,8 +17,9 @@ from typing import Any
 from hpctrain.errors import Failure, UsageError
 from hpctrain.report import find
 from hpctrain.report.display import figures
-from hpctrain.report.fields import Record
 from hpctrain.report.history import History, Metrics, Outcome, Point, metrics_of, time_of
+from hpctrain.report.record import Record
+from hpctrain.report.step_stats import shares_text
 from hpctrain.stop import ask
 from hpctrain.text import counted, duration, percent, rate, rough_duration, short_number
 from hpctrain.training.control import STOP_FILE
@@ -30,7 +31,6 @@ FIND_CAUSE_EVERY = 10.0  # seconds between searches for the reason why a run end
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # in heartbeats
 POLL_EVERY = 1.0  # seconds
 COLUMNS = ("run", "status", "done", "left", "validation", "best", "test", "images/s")
-MARKERS = (find.FILE_NAME, find.SWEEP_FILE, find.SETTINGS_FILE)  # files of a run or a sweep
 NO_FIGURES = dict.fromkeys(("loss", "accuracy", "images_per_second"))
 
 State = dict[str, Any]  # all that is shown of a run but its curves, see `WatchedRun`
@@ -163,8 +163,7 @@ def facts(history: History, costs: Record) -> Iterator[str]:
         if text := figures({**NO_FIGURES, **record}):
             yield f"{name} {' '.join(text.split())}"
     if costs:
-        shares = ", ".join(f"{n} {100 * share:.0f} %" for n, share in costs["shares"].items())
-        yield f"step {1000 * costs['step_seconds']:,.1f} ms: {shares}"
+        yield f"step {1000 * costs['step_seconds']:,.1f} ms: {shares_text(costs['shares'])}"
     if "slowest_rank" in costs:
         often = percent(costs["slowest_share"])
         yield f"rank {costs['slowest_rank']} was the slowest in {often} of the steps"
@@ -179,7 +178,7 @@ def seconds_left(history: History) -> float | None:
     first, last, steps = history.launch.first_step, history.step, history.total_steps
     if not steps or not first or last["step"] <= first["step"]:
         return None
-    pace = ((time_of(last) or 0) - (time_of(first) or 0)) / (last["step"] - first["step"])
+    pace = (time_of(last) - time_of(first)) / (last["step"] - first["step"])
     return (steps - last["step"]) * pace or None
 
 
@@ -250,13 +249,12 @@ class WatchedRuns:
         folders: list[Path] = []
         for target in self._targets:
             try:
-                folder = find.find_folder(target, self._runs_dir, MARKERS)
+                folder = find.find_folder(target, self._runs_dir)
             except UsageError:
                 folder = Path(self._runs_dir) / target  # it is waited for
                 if folder.exists() or Path(target).exists():
                     raise
-            is_sweep = (folder / find.SWEEP_FILE).is_file()
-            folders += find.sweep_runs(folder) if is_sweep else [folder]
+            folders += find.sweep_runs(folder)
         folders = list(dict.fromkeys(folders))
         names = find.distinct_names([folder.absolute() for folder in folders])  # links: their own
         self.all = {str(path): self.all.get(str(path)) or WatchedRun(path) for path in folders}
