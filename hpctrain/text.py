@@ -86,21 +86,21 @@ def percent(share: float) -> str:
     return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
 
 
-def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
-    """Round shares of one whole to integer percentages that add up to 100.
+def shares_text(shares: Mapping[str, float]) -> str:
+    """List shares of one whole as integer percentages that add up to 100.
 
     The largest remainders are rounded up.
 
-    >>> whole_percents({"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3})
-    {'data': 34, 'compute': 33, 'other': 33}
+    >>> shares_text({"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3})
+    'data 34 %, compute 33 %, other 33 %'
     """
-    whole = sum(shares.values())
-    exact = {name: 100 * share / whole if whole > 0 else 0.0 for name, share in shares.items()}
+    whole = sum(shares.values()) or 1.0
+    exact = {name: 100 * share / whole for name, share in shares.items()}
     found = {name: int(value) for name, value in exact.items()}
-    rest = 100 - sum(found.values()) if whole > 0 else 0
+    rest = round(sum(exact.values())) - sum(found.values())
     for name in sorted(exact, key=lambda name: found[name] - exact[name])[:rest]:
         found[name] += 1
-    return found
+    return ", ".join(f"{name} {value} %" for name, value in found.items())
 
 
 def bytes_text(size: float) -> str:

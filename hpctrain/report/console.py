@@ -47,9 +47,20 @@ def styled(text: str, style: str = "", encoding: str = "utf-8") -> Text:
     return Text(printable(text, encoding), style)
 
 
-def dumb_terminal() -> bool:
-    """Whether TERM names a terminal on which the cursor cannot be moved."""
-    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+def make_console(live: bool | None = None, **options: Any) -> Console:
+    """Make a console as wide as the output; if `live`, in colour and with displays that change.
+
+    By default it is live if a terminal shows the output. ``isatty`` does not decide this: mpirun
+    gives ranks a pty in any case. TERM may name a terminal whose cursor cannot be moved.
+    """
+    live = terminal_columns() is not None if live is None else live
+    live = live and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    return Console(width=output_width(), force_terminal=live, force_jupyter=False, **options)
+
+
+def output_width() -> int:
+    """Return the columns of the output: those of COLUMNS, else of the terminal, else 120."""
+    return shutil.get_terminal_size((terminal_columns() or 120, 1)).columns
 
 
 def terminal_columns() -> int | None:
@@ -59,17 +70,13 @@ def terminal_columns() -> int | None:
         return None
     try:
         output, launcher, parent = stdout.fileno(), 0, os.getppid()
-        mode, at_terminal = os.fstat(output).st_mode, os.isatty(output)
-        if at_terminal and (columns := os.get_terminal_size(output).columns):
+        if os.isatty(output) and (columns := os.get_terminal_size(output).columns):
             return columns
         while (found := _process(parent))[0].startswith(LAUNCHERS):
             launcher, parent = parent, found[1]
-        if not launcher or not (at_terminal or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        if not launcher or stat.S_ISREG(os.fstat(output).st_mode):
             return None
-        path = f"/proc/{launcher}/fd/1"
-        if not stat.S_ISCHR(os.stat(path).st_mode):  # opening a pipe would keep it open
-            return None
-        terminal = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        terminal = os.open(f"/proc/{launcher}/fd/1", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
         try:
             return os.get_terminal_size(terminal).columns or 80
         finally:
@@ -83,17 +90,3 @@ def _process(pid: int) -> tuple[str, int]:
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         before, _, after = file.read().rpartition(")")
     return before.partition("(")[2], int(after.split()[1])
-
-
-def output_width(default: int = 120) -> int:
-    """Return the columns of the output: those of COLUMNS, else of the terminal, else `default`."""
-    return shutil.get_terminal_size((terminal_columns() or default, 1)).columns
-
-
-def make_console(default: int = 120) -> Console:
-    """Make a console as wide as the output, in colour only if a terminal shows the output.
-
-    ``isatty`` does not decide this: mpirun gives ranks a pty in any case.
-    """
-    plain = terminal_columns() is None or dumb_terminal()
-    return Console(width=output_width(default), no_color=plain, force_terminal=not plain)

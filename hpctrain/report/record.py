@@ -175,7 +175,7 @@ class Recorder:
     def phase(self, text: str) -> None:
         """Show current work other than steps on the live bar only."""
         if self._display is not None:
-            self._display.phase(text)
+            self._display.write({"kind": "phase", "text": text})
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
         """Record how the run ended ("done", "stopped", ...) and how its time was spent."""

@@ -137,6 +137,25 @@ def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
+RUN = {
+    "name": "first",
+    "model": "digits",
+    "parameters": 1234567,
+    "ranks": 4,
+    "hosts": ["a", "b"],
+    "shards": 8,
+    "batch_size": 101,
+    "rank_shares": "26, 25, 25, 25 by rank",
+    "epochs": 10,
+    "steps_per_epoch": 3,
+    "rows": {"train": 9000, "validation": 0, "test": 1000},
+    "pack": "data/digits.h5",
+    "device": "cpu",
+    "precision": "bf16",
+    "threads": 1,
+    "mpi": "Open MPI 5",
+    "deterministic": False,
+}
 STEP = {
     "epoch": 1,
     "accuracy": 0.5,
@@ -149,7 +168,7 @@ STEP = {
 EPOCH = {"epoch": 1, "loss": 0.75, "accuracy": 0.625, "images_per_second": 99.5, "seconds": 12.5}
 EVALUATION = {"epoch": 1, "step": 1, "split": "test", "loss": 0.5, "accuracy": None}
 EVALUATION |= {"rows": 23, "seconds": 0.25}
-MADE_UP = {"step": STEP, "epoch": EPOCH, "evaluation": EVALUATION}
+MADE_UP = {"run": RUN, "step": STEP, "epoch": EPOCH, "evaluation": EVALUATION}
 
 
 def tell(recorder: Recorder, kind: str, **fields: Any) -> None:
@@ -162,11 +181,12 @@ def tell(recorder: Recorder, kind: str, **fields: Any) -> None:
 
 
 def recording(body: str, folder: Path, progress: str = "none") -> list[str]:
-    """The command of a small process that records: in `body`, recorder, step(number) and count."""
+    """The command of a small process that records: in `body` recorder, run, step(number), count."""
     program = f"""
 from itertools import count
 from pathlib import Path
 from hpctrain.report.record import Recorder  # not tests.support.api: that would import torch
+run = {RUN!r}
 def step(number):
     recorder.write('step', **{STEP!r}, step=number, loss=1 / number)
 with Recorder(Path({str(folder)!r}), {progress!r}) as recorder:

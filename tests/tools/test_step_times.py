@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
@@ -104,14 +105,13 @@ PHASES = st.sampled_from(["data", "compute", "reduce"])
 
 @given(seconds=st.dictionaries(PHASES, st.floats(0, 1), min_size=1))
 def test_percentages_add_up_to_100_and_each_is_less_than_one_off(seconds, tmp_path_factory):
-    shown = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda text="", **others: shown.append(text))
+        patch.setattr("sys.stdout", shown := io.StringIO())
         with Recorder(tmp_path_factory.mktemp("run"), "plain") as recorder:
             tell(recorder, "run")
             tell(recorder, "step", step=1, seconds={**seconds, "total": 1.0})
             recorder.end("done")
-    found = re.findall(r"(\w+) (\d+) %", next(text for text in shown if text.startswith("  step")))
+    found = re.findall(r"(\w+) (\d+) %", re.search(r"\n  step .*", shown.getvalue())[0])
     percents = {name: int(value) for name, value in found}
     whole = max(1.0, sum(seconds.values()))
     assert sum(percents.values()) == 100
