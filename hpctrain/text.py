@@ -128,22 +128,15 @@ def rough_duration(seconds: float) -> str:
 
 
 def brief(value: object, most: int = 160) -> str:
-    """Shorten a text to one line of at most `most` characters.
+    """Shorten a text to one line of at most `most` characters, with an ellipsis in its middle.
 
-    An example is a library's error that quotes the file it read.
+    Names of related runs often begin with the same words; a library's error may quote a file.
+
+    >>> brief("03-digits,lr=0.1,batch-size=256", 20)
+    '03-digits...size=256'
     """
-    text = " ".join(str(value).split())
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def shortened(text: str, width: int) -> str:
-    """Return `text` in one line of at most `width` characters, with an ellipsis in its middle.
-
-    Names of related runs often begin with the same words.
-
-    >>> shortened("03-digits,lr=0.1,batch-size=256", 20)
-    '03-digits,…-size=256'
-    """
-    line = " ".join(printable(text).split())
-    half = (width - 1) // 2
-    return line if len(line) <= width else f"{line[: width - 1 - half]}…{line[-half:]}"
+    line = " ".join(printable(str(value)).split())
+    if len(line) <= most:
+        return line
+    before, after = (most - 2) // 2, (most - 3) // 2
+    return f"{line[:before]}...{line[len(line) - after :]}"

@@ -9,6 +9,7 @@ The sums of all blocks are gathered and added exactly, by math.fsum: the order h
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.data.pack import External, Pack, is_pack, read_pack
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
+from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import Answer, Inference, find_model, require_split
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel import mpi
@@ -31,6 +33,7 @@ from hpctrain.parallel.device import torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.parallel.transport import open_device
 from hpctrain.report import results
+from hpctrain.report.record import without_nonfinite
 from hpctrain.tasks import ANSWERS, TAKEN, import_own
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started, waiting
@@ -259,7 +262,7 @@ def picture_path(output: str | None, default: Path) -> Path:
 
 
 def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, split: str) -> None:
-    """Write the results of an evaluation as JSON, for --output and for the folder of a run."""
+    """Write the results as JSON, for --output and for a run's folder. Raises RunError."""
     figures = {
         "model": str(model),
         "pack": pack.path,
@@ -269,4 +272,5 @@ def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, sp
         "classes": list(result.classes),
         **(result.counts.as_json() if result.counts else {"confusion": None}),
     }
-    results.write_json(path, figures)
+    with writing(path):
+        write_whole(path, json.dumps(without_nonfinite(figures), indent=1) + "\n")

@@ -1,9 +1,8 @@
-"""Output of evaluate and predict: tables, metrics as JSON, predictions as CSV, sheets of images."""
+"""Output of evaluate and predict: tables, predictions as CSV, sheets of images."""
 
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.files import as_text, remove_left_behind, whole_file, write_whole, writing
-from hpctrain.report.record import without_nonfinite
-from hpctrain.text import say, shortened
+from hpctrain.files import as_text, remove_left_behind, whole_file, writing
+from hpctrain.text import brief, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,45 +31,35 @@ COLUMNS = ("file", "row", "source", "class", "label", "prediction", "probability
 class Confusion:
     """Counts of samples by true and by predicted class.
 
-    `counts` is the confusion matrix (K, K) int64, true classes by row. With more than `DENSE`
-    classes it is (3, K): samples by true class, samples by predicted class, correct predictions.
-    Counts of several ranks are added.
+    `counts` (3 + K, K) int64 is what `by_class` returns, and below it the confusion matrix, true
+    classes by row; (3, K) with more than `DENSE` classes. Counts of several ranks are added.
     """
 
     def __init__(self, classes: int) -> None:
-        self.counts = np.zeros((classes if classes <= DENSE else 3, classes), np.int64)
+        self.counts = np.zeros((3 + classes * (classes <= DENSE), classes), np.int64)
 
     def add(self, true: np.ndarray, predicted: np.ndarray) -> None:
         """Count samples of these true and predicted classes, (n,) integers each."""
-        if self.matrix is not None:
-            np.add.at(self.matrix, (true, predicted), 1)
-            return
         for row, classes in enumerate((true, predicted, true[true == predicted])):
             np.add.at(self.counts[row], classes, 1)
+        if self.matrix is not None:
+            np.add.at(self.matrix, (true, predicted), 1)
 
     @property
     def matrix(self) -> np.ndarray | None:
         """The confusion matrix; None if there are too many classes."""
-        return self.counts if len(self.counts) == self.counts.shape[1] else None
+        return self.counts[3:] if len(self.counts) > 3 else None
 
     def by_class(self) -> np.ndarray:
         """Return samples by true class, samples by predicted class, correct ones: (3, K) int64."""
-        if (matrix := self.matrix) is None:
-            return self.counts
-        return np.stack([matrix.sum(1), matrix.sum(0), matrix.diagonal()])
+        return self.counts[:3]
 
     def as_json(self) -> dict[str, Any]:
         """Return "confusion", the matrix; if there is none, also "by_class", its sums."""
         if self.matrix is not None:
             return {"confusion": self.matrix.tolist()}
-        names = ("true", "predicted", "correct")
-        return {"confusion": None, "by_class": dict(zip(names, self.counts.tolist(), strict=True))}
-
-
-def write_json(path: Path, metrics: dict[str, Any]) -> None:
-    """Write metrics as one JSON object, atomically; NaN and infinity as null. Raises RunError."""
-    with writing(path):
-        write_whole(path, json.dumps(without_nonfinite(metrics), indent=1) + "\n")
+        by_class = zip(("true", "predicted", "correct"), self.counts.tolist(), strict=True)
+        return {"confusion": None, "by_class": dict(by_class)}
 
 
 def print_evaluation(
@@ -89,11 +77,11 @@ def print_evaluation(
 
     console = make_console()
     if confusion is None:
-        errors = [metrics["loss"], metrics["noisy"]]
-        texts = [f"{error:.5f}" for error in errors]
-        if loss == "mean squared error":  # on [0, 1]: the peak signal-to-noise ratio is known
-            ratios = [-10 * math.log10(error) if error else math.inf for error in errors]
-            texts = [f"{text} ({ratio:.1f} dB)" for text, ratio in zip(texts, ratios, strict=True)]
+        texts = []
+        for error in (metrics["loss"], metrics["noisy"]):
+            ratio = -10 * math.log10(error) if error else math.inf  # peak signal to noise
+            own = f" ({ratio:.1f} dB)" if loss == "mean squared error" else ""  # on [0, 1]
+            texts.append(f"{error:.5f}{own}")
         text = f"{loss} {texts[0]}, of the noisy images {texts[1]}"
     else:
         for table in _tables(confusion, classes):
@@ -156,7 +144,7 @@ def open_predictions(
     probabilities. The file is renamed into place when the block ends without an error. Raises
     RunError if it cannot be written.
     """
-    columns, written = answer_columns(classes), 0
+    columns = answer_columns(classes)
     with ExitStack() as stack:
         file: Any = SimpleNamespace(write=lambda line: say(line.removesuffix("\n")))
         if output != "-":
@@ -168,8 +156,6 @@ def open_predictions(
         def write(
             names: Sequence[tuple[str, ...]], labels: np.ndarray | None, probabilities: np.ndarray
         ) -> None:
-            nonlocal written
-            written += len(names)
             with writing(output):
                 for number, (name, found) in enumerate(zip(names, probabilities, strict=True)):
                     true = [] if labels is None else [columns[labels[number]]]
@@ -179,23 +165,23 @@ def open_predictions(
         with writing(output):
             table.writerow([*first, "prediction", "probability", *columns])
         yield write
-        if output != "-":
-            stack.close()
-            say(f"{output}: {written:,} images classified")
 
 
 def draw_captioned(
     images: np.ndarray, captions: Sequence[tuple[str, ...]], marked: Collection[int] = ()
 ) -> np.ndarray:
-    """Draw images (n, H, W, C) in [0, 1] in rows, each above the lines of its caption.
+    """Draw images (n, H, W, C) in rows, each above the lines of its caption.
 
-    Returns an array (h, w, 3) of uint8. Images are enlarged or shrunk to a readable size, and lines
-    wider than a column are shortened. The last two lines below the images with the numbers `marked`
-    are red.
+    Returns an array (h, w, 3) of uint8. Images are enlarged or shrunk to a readable size; floats
+    outside of [0, 1] are scaled by the range of their values. Lines wider than a column are
+    shortened. The last two lines below the images with the numbers `marked` are red.
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    font = ImageFont.load_default(size=LINE - 3)
+    if images.dtype != np.uint8:
+        images = np.nan_to_num(images.astype(np.float32))
+        low, high = min(0.0, float(images.min())), max(1.0, float(images.max()))
+        images = (images - low) / (high - low)
     scale = max(1, SIDE // min(images.shape[1:3]))
     tiles = [_image(each.repeat(scale, 0).repeat(scale, 1)) for each in images]
     for tile in tiles:
@@ -204,30 +190,17 @@ def draw_captioned(
     wide = max(tiles[0].width, NARROWEST) + 2 * GAP
     columns = min(len(tiles), IN_A_ROW)
     sheet = Image.new("RGB", (columns * wide, -(-len(tiles) // columns) * high), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=LINE - 3)
     for number, (tile, lines) in enumerate(zip(tiles, captions, strict=True)):
-        cell = Image.new("RGB", (wide - GAP, high), "white")
-        cell.paste(tile)
+        left, top = GAP + number % columns * wide, GAP + number // columns * high
+        sheet.paste(tile, (left, top))
         for place, line in enumerate(lines):
-            below = tile.height + GAP + place * LINE
             ink = "crimson" if number in marked and place >= len(lines) - 2 else "black"
-            shorter = (shortened(line, length) for length in range(len(line), 0, -1))
-            text = next((t for t in shorter if font.getlength(t) <= wide - 2 * GAP), "")
-            ImageDraw.Draw(cell).text((0, below), text, fill=ink, font=font)
-        row, column = divmod(number, columns)
-        sheet.paste(cell, (GAP + column * wide, GAP + row * high))
+            shorter = (brief(line, most) for most in range(len(line), 2, -1))
+            text = next((t for t in shorter if font.getlength(t) <= wide - 2 * GAP), line)
+            below = top + tile.height + GAP + place * LINE
+            draw.text((left, below), text, fill=ink, font=font)
     return np.asarray(sheet)
-
-
-def shown_values(images: np.ndarray) -> np.ndarray:
-    """Scale stored images (n, H, W, C) to [0, 1].
-
-    uint8 is divided by 255. Floats outside of [0, 1] are scaled by the range of their values.
-    """
-    if images.dtype == np.uint8:
-        return images / np.float32(255)
-    values = np.nan_to_num(images.astype(np.float32))
-    low, high = min(0.0, float(values.min())), max(1.0, float(values.max()))
-    return (values - low) / (high - low)
 
 
 def write_image(path: Path, image: np.ndarray) -> None:
