@@ -252,7 +252,7 @@ def draw_answers(
         captions.append((source.source_of(row) or f"row {row}", *true, *answer))
         wrong += [number] * (label not in (None, prediction))
     short = [(PurePath(name).name, *answer) for name, *answer in captions]
-    results.write_image(path, results.draw_captioned(results.shown_values(images), short, wrong))
+    results.write_image(path, results.draw_captioned(images, short, wrong))
     return [", ".join(caption) for caption in captions]
 
 
