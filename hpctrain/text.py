@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import TextIO
@@ -84,23 +84,6 @@ def rate(number: float) -> str:
 def percent(share: float) -> str:
     """Format a share as "40 %", rounded down: "100 %" only if it is complete."""
     return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
-
-
-def shares_text(shares: Mapping[str, float]) -> str:
-    """List shares of one whole as integer percentages that add up to 100.
-
-    The largest remainders are rounded up.
-
-    >>> shares_text({"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3})
-    'data 34 %, compute 33 %, other 33 %'
-    """
-    whole = sum(shares.values()) or 1.0
-    exact = {name: 100 * share / whole for name, share in shares.items()}
-    found = {name: int(value) for name, value in exact.items()}
-    rest = round(sum(exact.values())) - sum(found.values())
-    for name in sorted(exact, key=lambda name: found[name] - exact[name])[:rest]:
-        found[name] += 1
-    return ", ".join(f"{name} {value} %" for name, value in found.items())
 
 
 def bytes_text(size: float) -> str:

@@ -16,15 +16,8 @@ from rich.live import Live
 from rich.text import Text
 
 from hpctrain.report.console import make_console, output_width, styled
-from hpctrain.text import (
-    counted,
-    discard_stdout,
-    duration,
-    percent,
-    rate,
-    shares_text,
-    short_number,
-)
+from hpctrain.report.step_stats import shares_text
+from hpctrain.text import counted, discard_stdout, duration, percent, rate, short_number
 
 Record = Mapping[str, Any]
 BEGAN = {"done": "Done in", "stopped": "Stopped after", "preempted": "Preempted after"}
@@ -48,10 +41,11 @@ class Display:
         self._due = 0.0  # when the bar is drawn next
         self._start = 0.0  # when this launch began
         self._facts: Record = {}
+        self._total = 0  # steps of the whole run
         self._before = 0  # steps done when this launch began
         self._latest: Record = {}  # the last step of this launch
         self._speed = 0.0  # images/s, smoothed
-        self._evaluations: dict[str, Record] = {}  # the last one of each split
+        self._test = ""  # the result of the test
 
     def write(self, record: Record) -> None:
         """Print a record, if its kind is printed; show a "phase" on the bar until the next step."""
@@ -69,6 +63,7 @@ class Display:
         match record["kind"]:
             case "run":
                 self._facts, self._start = record, time.monotonic()
+                self._total = record["epochs"] * record["steps_per_epoch"]
                 for number, line in enumerate(header_lines(record)):
                     self._say(line, "" if number else "bold")
                 self._bar.start()
@@ -88,7 +83,9 @@ class Display:
                 text = f"{self._name(record['epoch'])}  {figures(record)}  {self._left():>10}"
                 self._say(text.rstrip())
             case "evaluation":
-                self._evaluations[record["split"]] = record
+                if record["split"] == "test":
+                    name = "loss" if record["accuracy"] is None else "accuracy"
+                    self._test = f"test {name} {short_number(record[name])}"
                 speed = record["rows"] / record["seconds"] if record["seconds"] else None
                 split = f"  {record['split']:<{len(self._name(0)) - 2}}"
                 found = figures({**record, "images_per_second": speed})
@@ -97,7 +94,7 @@ class Display:
                 self._say(record["text"])
             case "end":
                 self.close()
-                for line in summary_lines(record, self._evaluations):
+                for line in summary_lines(record, self._test):
                     self._say(line)
                 if self._facts["deterministic"] and record.get("digest"):
                     self._say(f"  digest {record['digest']}")
@@ -127,11 +124,6 @@ class Display:
         """Return "Epoch  3 of 20", with the same width for every epoch of a run."""
         epochs = str(self._facts["epochs"])
         return f"Epoch {epoch:>{len(epochs)}} of {epochs}"
-
-    @property
-    def _total(self) -> int:
-        """The steps of the whole run."""
-        return self._facts["epochs"] * self._facts["steps_per_epoch"]
 
     def _left(self) -> str:
         """Estimate the time to the end at the pace so far, evaluations included: "0:34 left"."""
@@ -174,19 +166,10 @@ def figures(record: Record) -> str:
     return _joined(columns, "  ")
 
 
-def summary_lines(record: Record, evaluations: Mapping[str, Record]) -> Iterator[str]:
-    """Yield how and when a run ended, its last evaluations, how its time was spent, and advice."""
-    results = {}
-    for split, last in evaluations.items() if record["status"] in ("done", "stopped") else ():
-        name = "loss" if last["accuracy"] is None else "accuracy"
-        results[split] = f"{split} {name} {short_number(last[name])}"
-        if (balanced := last.get("balanced_accuracy")) is not None:
-            results[split] += f" (balanced {short_number(balanced)})"
+def summary_lines(record: Record, test: str) -> Iterator[str]:
+    """Yield how a run ended, the result of its test, how the time of its steps was spent, advice."""
     began = f"{BEGAN.get(record['status'], 'Failed after')} {duration(record['seconds'])}"
-    reason = (record["reason"] or "").partition("\n")[0]
-    yield _joined([began, reason, results.pop("test", "")], ": ")
-    if results:
-        yield f"  {_joined(results.values())}"
+    yield _joined([began, (record["reason"] or "").partition("\n")[0], test], ": ")
     if record["status"] in ("stopped", "preempted"):
         yield "  the same command resumes the run"
     if "shares" in record:

@@ -16,7 +16,8 @@ import importlib.util
 import json
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,9 +32,8 @@ from hpctrain.text import brief, say, short_number
 
 BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
 SUFFIXES = (".png", ".svg", ".pdf")
-STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 9, "legend.frameon": False}
-STYLE |= {"xtick.labelsize": 8, "ytick.labelsize": 8}
-STYLE |= {"lines.linewidth": 1.3, "lines.markersize": 4}
+STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
+STYLE |= {"legend.frameon": False, "lines.linewidth": 1.3, "lines.markersize": 4}
 FILE = "training.png"
 CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file name
 APART = 6  # runs that have columns of their own
@@ -48,9 +48,9 @@ Found = TypeVar("Found")
 
 
 class RunCurves(NamedTuple):
-    """The curves of one run by field: (n, 2) float64, epochs and values, accuracies in percent.
+    """The curves of one run by field: of training and of validation, either may be empty.
 
-    There is one of training and one of validation, either of which may be empty.
+    They are (n, 2) float64, epochs and values, accuracies in percent.
     """
 
     name: str
@@ -68,9 +68,9 @@ def main(settings: PlotConfig) -> int:
     if not folders:
         raise UsageError(f"{settings.targets[0]}: none of its runs has begun yet")
     runs = dict(zip(distinct_names([each.resolve() for each in folders]), folders, strict=True))
-    networks = read_each(read_curves, runs.items())
-    shown = [(each.name, runs[each.name], settings.split) for each in networks]
-    matrices = read_each(read_confusion, shown) if settings.confusion else []
+    networks = read_each(read_curves, runs)
+    read = partial(read_confusion, split=settings.split)
+    matrices = read_each(read, runs) if settings.confusion else []
     panels = list(dict.fromkeys(name for network in networks for name in network.curves))
     save(plot_training(networks, panels, settings.overlay or len(networks) > APART), path)
     say(f"{path}: {' and '.join(panels)} by epoch")
@@ -81,16 +81,16 @@ def main(settings: PlotConfig) -> int:
     return 0
 
 
-def read_each(read: Callable[..., Found], items: Iterable[tuple[Any, ...]]) -> list[Found]:
-    """Return the result of `read` for the arguments in each item; print why one has none.
+def read_each(read: Callable[[str, Path], Found], runs: dict[str, Path]) -> list[Found]:
+    """Return what is read of each run; print why one has nothing, unless all have nothing.
 
-    Raises UsageError if all have none.
+    Then raises UsageError.
     """
     found: list[Found] = []
     errors: list[UsageError] = []
-    for item in items:
+    for name, folder in runs.items():
         try:
-            found.append(read(*item))
+            found.append(read(name, folder))
         except UsageError as error:
             errors.append(error)
     if not found:
@@ -258,8 +258,7 @@ def empty_figure(width: float, height: float, layout: Any = "constrained") -> An
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which may need a window system
 
-    settings: Any = matplotlib.rcParams
-    settings.update(STYLE)
+    matplotlib.rcParams.update(STYLE)
     return Figure(figsize=(width, height), layout=layout)
 
 

@@ -22,6 +22,23 @@ def crowding(facts: Mapping[str, Any]) -> str:
     return f"{ranks} ranks share {counted(cores, 'core')} of a host: start at most {cores} there"
 
 
+def shares_text(shares: Mapping[str, float]) -> str:
+    """List shares of one whole as integer percentages that add up to 100.
+
+    The largest remainders are rounded up.
+
+    >>> shares_text({"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3})
+    'data 34 %, compute 33 %, other 33 %'
+    """
+    whole = sum(shares.values()) or 1.0
+    exact = {name: 100 * share / whole for name, share in shares.items()}
+    found = {name: int(value) for name, value in exact.items()}
+    rest = round(sum(exact.values())) - sum(found.values())
+    for name in sorted(exact, key=lambda name: found[name] - exact[name])[:rest]:
+        found[name] += 1
+    return ", ".join(f"{name} {value} %" for name, value in found.items())
+
+
 class Costs:
     """Sums of times over the steps of one launch, and advice on what would make them faster."""
 
