@@ -167,7 +167,7 @@ def figures(record: Record) -> str:
 
 
 def summary_lines(record: Record, test: str) -> Iterator[str]:
-    """Yield how a run ended, the result of its test, how the time of its steps was spent, advice."""
+    """Yield how a run ended, the result of its test, how its time was spent, and advice."""
     began = f"{BEGAN.get(record['status'], 'Failed after')} {duration(record['seconds'])}"
     yield _joined([began, (record["reason"] or "").partition("\n")[0], test], ": ")
     if record["status"] in ("stopped", "preempted"):

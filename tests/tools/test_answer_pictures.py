@@ -101,21 +101,27 @@ def test_files_are_drawn_but_none_that_cannot_be_read(comm, trained, tmp_path, m
         assert len(printed.out.splitlines()) == 1 + 12
 
 
-def test_a_long_name_is_shortened_to_the_width_of_its_image(trained, tmp_path):
-    image = tmp_path / f"{'W' * 50}.png"
-    Image.new("L", (28, 28)).save(image)
-    words = ["--figure", "1", "--output", tmp_path / "new.csv"]
-    assert command(1, "predict", trained.run("plain"), image, *words).code == 0
-    sheet = read_sheet(tmp_path / "new.png")
-    assert (sheet[:, -4:] == 255).all() and (sheet[84:104, 50:] < 128).any()
-
-
 def test_no_mistakes_no_picture(tmp_path):
     pack = make_pack(tmp_path / "a.h5", {"train": 29, "test": 13}, (12, 12, 1), classes=1)
     run = train_once(pack, "--model", "digits")
     ended = command(2, "evaluate", run, "--mistakes", "6", "--output", tmp_path / "e.json")
     assert ended.code == 0 and "no mistakes" in ended.out
     assert not (tmp_path / "e.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "picture"), [("b.csv", "b.png"), ("b.JSON", "b.png"), ("b.v1", "b.png")]
+)
+def test_the_picture_lies_beside_the_output_and_names_fit_their_images(
+    trained, tmp_path, output, picture
+):
+    image = tmp_path / f"{'W' * 50}.png"
+    Image.new("L", (28, 28)).save(image)
+    words = ["--figure", "1", "--output", tmp_path / output]
+    assert command(1, "predict", trained.run("plain"), image, *words).code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {image.name, output, picture}
+    sheet = read_sheet(tmp_path / picture)
+    assert (sheet[:, -4:] == 255).all() and (sheet[84:104, 50:] < 128).any()
 
 
 def test_a_network_that_restores_images_has_no_answers(trained, tmp_path):
