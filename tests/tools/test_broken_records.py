@@ -62,15 +62,12 @@ def test_no_record_keeps_another_run_from_being_shown(data, tmp_path_factory):
     assert done.out.splitlines()[1].startswith("good  done")
 
 
-def test_plot_leaves_out_the_run_that_cannot_be_read_and_names_the_line(runs):
+def test_the_line_is_named_by_plot_which_leaves_out_the_run_and_by_watch(runs):
     done = alone("plot", "good", "bad")
     assert done.code == 0 and (runs / "training.png").exists()
     assert "left out: runs/bad/progress.jsonl, line 4 is no line of a record" in done.out
-    alone_bad = alone("plot", "bad")
-    assert (alone_bad.code, alone_bad.err.count("\n")) == (2, 1)
-
-
-def test_watch_names_the_line_in_the_line_of_that_run(runs):
+    done = alone("plot", "bad")
+    assert (done.code, done.err.count("\n")) == (2, 1)
     good, bad = alone("watch", "good", "bad", "--once").out.splitlines()
     assert "cannot be read" not in good and bad.startswith("bad  done")
     assert "1 line of the record cannot be read: runs/bad" in bad and "line 4 " in bad

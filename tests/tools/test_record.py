@@ -85,14 +85,13 @@ def test_every_field_of_every_kind_comes_back_as_it_was(kind, monkeypatch):
 
 def test_times_are_those_of_the_calls_and_an_end_tells_how_time_was_spent(tmp_path):
     before = datetime.now(UTC) - timedelta(milliseconds=1)
-    kinds = ["run", "step", "note", "end"]
     with Recorder(tmp_path, "none") as recorder:
         tell(recorder, "run", name="first", anything=[1, "é"])
         tell(recorder, "step", step=1)
         tell(recorder, "note", text="two\nlines")
         tell(recorder, "end", status="stopped", reason="asked to", test_accuracy=0.875)
     found = read_strictly(tmp_path)
-    assert [record["kind"] for record in found] == kinds
+    assert [record["kind"] for record in found] == ["run", "step", "note", "end"]
     assert (found[0]["format"], found[0]["anything"]) == (1, [1, "é"])
     times = [record["time"] for record in found]
     assert all(len(each) == len("2000-01-01T00:00:00.000Z") and each[-1] == "Z" for each in times)
@@ -176,7 +175,6 @@ def test_a_rank_without_a_folder_writes_shows_and_imports_nothing(tmp_path):
     program = """
 import sys
 from hpctrain.report.record import Recorder
-before = set(sys.modules)
 with Recorder(None, "bar", tensorboard=True) as recorder:
     recorder.write("run", name="nothing")
     recorder.note("nothing")

@@ -19,11 +19,10 @@ def ended(folder, steps=10, slowest=(0,), facts=None, **seconds):
     """The end of a launch of equal steps whose phases took these seconds."""
     with Recorder(folder, "none") as recorder:
         tell(recorder, "run", **(facts or {}))
+        own = {"total": 1.0, "idle": 0.0, **seconds}
         for step in range(1, steps + 1):
-            own = {"total": 1.0, "idle": 0.0, **seconds}
-            tell(
-                recorder, "step", step=step, seconds=own, slowest_rank=slowest[step % len(slowest)]
-            )
+            rank = slowest[step % len(slowest)]
+            tell(recorder, "step", step=step, seconds=own, slowest_rank=rank)
         recorder.end("done")
     return list(read_records(folder))[-1]
 
