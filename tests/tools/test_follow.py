@@ -103,10 +103,11 @@ def test_a_resumed_launch_cuts_the_record_back_and_is_told_anew(tmp_path):
     assert losses(history) == {n: 1 / n if n < 6 else 9.0 for n in range(1, 20)}
 
 
-def test_the_seconds_of_all_launches_are_added_without_those_between_them(tmp_path):
-    first, second = [run_line(time=100), step_line(1, time=103)], [run_line(time=200)]
+def test_the_seconds_of_all_launches_are_added_and_the_speed_is_that_of_the_last(tmp_path):
+    first, second = [run_line(time=100), step_line(1, time=103, rows=1)], [run_line(time=200)]
     run = make_run(tmp_path / "a", *first, *second, step_line(2, time=204), end_line(time=205))
-    assert hp.history(run).seconds == pytest.approx(8)
+    history = hp.history(run)
+    assert (history.seconds, history.costs()["images_per_second"]) == pytest.approx((8, 80))
 
 
 OTHER = run_line(time=1e9) + b"".join(step_lines(1, 7, time=1e9))
@@ -136,7 +137,8 @@ def test_of_many_steps_some_are_read_but_both_ends_and_all_else(tmp_path):
     history.follow()
     read = len(history.steps["step"])
     assert many / 10 < read < many / 2
-    assert (history.step["step"], list(history.notes)) == (many, ["so far"])
+    assert (history.launch.first_step["step"], history.step["step"]) == (1, many)
+    assert list(history.notes) == ["so far"]
     assert len(history.evaluations["loss"]) == 30
     found = losses(history)
     assert len(found) < 1000 and min(found) < 100 and max(found) > many - 100
