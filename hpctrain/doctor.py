@@ -267,11 +267,10 @@ def _collect_folder(mpi: Any, comm: Any) -> dict[str, Any]:
 
 def file_system(folder: str, mounts: str) -> str:
     """Return the file system type of a folder (real path) by the text of /proc/mounts."""
-    lines = [line.replace("\\040", "\0").split() for line in mounts.splitlines()]  # \040: a blank
-    kinds = {
-        point.replace("\0", " "): kind for _, point, kind, *_ in lines
-    }  # the last mount counts
-    return kinds[max((p for p in kinds if Path(folder).is_relative_to(p)), key=len)]
+    lines = (line.replace("\\040", "\0").split() for line in mounts.splitlines())  # \040: a blank
+    kinds = {fields[1].replace("\0", " "): fields[2] for fields in lines}  # the last mount counts
+    points = (point for point in kinds if Path(folder).is_relative_to(point))
+    return kinds.get(max(points, key=len, default=""), "unknown")
 
 
 def _judge_folder(ranks: Ranks) -> Iterable[Finding]:

@@ -60,6 +60,8 @@ def main(settings: SweepConfig) -> int:
     left = [training for training in trainings if training.status not in FINAL]
     if settings.results and not folder.exists():
         raise UsageError(f"--results: there is no sweep {folder} yet")
+    if not settings.dry_run and (settings.results or not left):
+        return conclude(folder, trainings)
     slots = find_slots(settings, networks) if settings.dry_run or not settings.prepare else []
     if settings.dry_run:
         where = "; ".join(f"{slot.number}: {slot}" for slot in slots)
@@ -67,8 +69,6 @@ def main(settings: SweepConfig) -> int:
         say("\n".join(network.name for network in networks))
         say(f"{len(networks)} networks in {len(slots)} slots ({where})\nlaunch: {command}")
         return 0
-    if settings.results or not left:
-        return conclude(folder, trainings)
     for network in networks:
         require_trust(vars(network.config), file, settings.trust_code)
     check_data(networks)
