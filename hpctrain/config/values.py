@@ -114,9 +114,9 @@ class Shares(List):
     @classmethod
     def parse(cls, text: str) -> tuple[Fraction, Fraction, Fraction]:
         train, *others = super().parse(require("e" not in text.lower(), text))  # 1e99999999: hours
-        validation, test = others if len(others) == 2 else (Fraction(0), *others)
-        fine = train > 0 <= min(validation, test) and train + validation + test == 1
-        return require(fine, (train, validation, test))
+        validation = others[0] if len(others) == 2 else Fraction(0)
+        fine = len(others) < 3 and train > 0 <= min(others, default=0) and train + sum(others) == 1
+        return require(fine, (train, validation, 1 - train - validation))
 
 
 class Loads(List):

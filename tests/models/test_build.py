@@ -91,8 +91,8 @@ def test_lazy_layers_get_their_shapes(module: Write) -> None:
     [
         ("def net(shape): pass", "must be callable as function(image_shape=(H, W, C), classes=K)"),
         ("import absent_helper", "No module named 'absent_helper' (own_network.py, line 2)"),
-        ("def net(:", "importing own_network failed: SyntaxError: "),
-        ("raise SystemExit(3)", "importing own_network failed: SystemExit: 3 (own_network.py"),
+        ("def net(:", "failed: SyntaxError: "),
+        ("raise SystemExit(3)", "failed: SystemExit: 3 (own_network.py"),
         (
             "class Net(nn.Linear):\n    def get_extra_state(self): return {}\n"
             "net = lambda image_shape, classes: Net(1, 2)",

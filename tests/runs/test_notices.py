@@ -127,7 +127,7 @@ def test_hpctrain_stop(tmp_path):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
     refused = ranks.command(1, "stop", "a", cwd=tmp_path)
-    assert refused.code == 2 and "config.toml" in refused.err, "this is no run"
+    assert refused.code == 2 and "no run or sweep 'a'" in refused.err
     (folder / "config.toml").touch()
     assert ranks.command(1, "stop", "a", cwd=tmp_path).code == 0
     assert (folder / "STOP").exists()
