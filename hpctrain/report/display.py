@@ -169,7 +169,8 @@ def figures(record: Record) -> str:
 def summary_lines(record: Record, test: str) -> Iterator[str]:
     """Yield how a run ended, the result of its test, how its time was spent, and advice."""
     began = f"{BEGAN.get(record['status'], 'Failed after')} {duration(record['seconds'])}"
-    yield _joined([began, (record["reason"] or "").partition("\n")[0], test], ": ")
+    reason, is_whole = record["reason"] or "", record["status"] in ("done", "stopped")
+    yield _joined([began, reason.partition("\n")[0], test if is_whole else ""], ": ")
     if record["status"] in ("stopped", "preempted"):
         yield "  the same command resumes the run"
     if "shares" in record:
