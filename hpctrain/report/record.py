@@ -286,13 +286,13 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_record(line: bytes | str) -> dict[str, Any]:
-    """Parse the record in one line. Raises ValueError if it is no JSON object with a kind."""
+    """Parse a line. Raises ValueError if it is no JSON object with a kind and a time."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
-    if not isinstance(record, dict) or "kind" not in record:
-        raise ValueError("no JSON object with a kind")
+    if not isinstance(record, dict) or not {"kind", "time"} <= record.keys():
+        raise ValueError("no JSON object with a kind and a time")
     return record
 
 

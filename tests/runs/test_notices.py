@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -132,7 +133,8 @@ def test_hpctrain_stop(tmp_path):
     assert ranks.command(1, "stop", "a", cwd=tmp_path).code == 0
     assert (folder / "STOP").exists()
     (folder / "STOP").unlink()
-    (folder / "progress.jsonl").write_text('{"kind": "end", "status": "done"}\n')
+    line = {"kind": "end", "time": "2026-01-01T00:00:00Z", "status": "done"}
+    (folder / "progress.jsonl").write_text(json.dumps(line) + "\n")
     done = ranks.command(1, "stop", "runs/a", cwd=tmp_path)
     assert done.code == 0 and "already ended" in done.out
     assert not (folder / "STOP").exists()
