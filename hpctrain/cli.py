@@ -58,7 +58,7 @@ COMMANDS = {
     "compare": Command(ALONE, "compare", config.CompareConfig, "compare two runs bit by bit"),
     "plot": Command(ALONE, "report.figures", config.PlotConfig, "plot accuracy and loss by epoch"),
     "doctor": Command(ANY, "doctor", config.Settings, "check this machine"),
-    "watch": Command(ALONE, "watch", config.WatchConfig, "show runs as they train"),
+    "watch": Command(ALONE, "watch.terminal", config.WatchConfig, "show runs as they train"),
 }
 # What other programs call the subcommands.
 ELSEWHERE = {

@@ -155,8 +155,8 @@ def header_lines(facts: Record) -> Iterator[str]:
 
 def figures(record: Record) -> str:
     """Return loss, accuracy and speed in columns, without those that are None."""
-    loss, speed = record["loss"], record["images_per_second"]
-    shares = {"accuracy": record["accuracy"], "balanced": record.get("balanced_accuracy")}
+    loss, speed = record.get("loss"), record.get("images_per_second")
+    shares = {"accuracy": record.get("accuracy"), "balanced": record.get("balanced_accuracy")}
     shares |= record.get("metrics") or {}
     columns = [
         "" if loss is None else f"loss {short_number(loss):>8}",
@@ -173,12 +173,16 @@ def summary_lines(record: Record, test: str) -> Iterator[str]:
     yield _joined([began, reason.partition("\n")[0], test if is_whole else ""], ": ")
     if record["status"] in ("stopped", "preempted"):
         yield "  the same command resumes the run"
-    if "shares" in record:
-        yield f"  step {1000 * record['step_seconds']:,.1f} ms: {shares_text(record['shares'])}"
-        if "slowest_rank" in record:
-            often = percent(record["slowest_share"])
-            yield f"  rank {record['slowest_rank']} was the slowest in {often} of the steps"
-        yield from (f"  {line}" for line in record["advice"])
+    yield from (f"  {line}" for line in (*cost_lines(record), *record.get("advice", ())))
+
+
+def cost_lines(costs: Record) -> Iterator[str]:
+    """Yield how the time of steps was spent, and which rank was the slowest."""
+    if "shares" in costs:
+        yield f"step {1000 * costs['step_seconds']:,.1f} ms: {shares_text(costs['shares'])}"
+    if "slowest_rank" in costs:
+        often = percent(costs["slowest_share"])
+        yield f"rank {costs['slowest_rank']} was the slowest in {often} of the steps"
 
 
 def _joined(parts: Iterable[str], separator: str = ", ") -> str:

@@ -48,6 +48,12 @@ class Outcome(NamedTuple):
     reason: str | None = None
     time: float = 0.0  # in seconds since 1970
 
+    @property
+    def line(self) -> str:
+        """Status and reason in one line."""
+        reason = (self.reason or "").partition("\n")[0]
+        return f"{self.status}: {reason}" if reason else self.status
+
 
 class Metrics(NamedTuple):
     """Means over a split; None if unknown or not finite."""
@@ -329,6 +335,14 @@ class History:
         """Return the seconds of the longest recent step or evaluation: nothing is recorded then."""
         steps = [record["seconds"]["total"] for record in self._recent]
         return max([*steps, *(each["seconds"] for each in self.evaluated.values())], default=0.0)
+
+    def seconds_left(self) -> float | None:
+        """Estimate the seconds to the last step, at the pace of this launch; None if unknown."""
+        first, last, steps = self.launch.first_step, self.step, self.total_steps
+        if not steps or not first or last["step"] <= first["step"]:
+            return None
+        pace = (time_of(last) - time_of(first)) / (last["step"] - first["step"])
+        return (steps - last["step"]) * pace or None
 
     def costs(self) -> dict[str, Any]:
         """Return how the time of the recent steps is spent; see ``Costs.facts``."""
