@@ -73,21 +73,6 @@ def check_reading(partition, rows):
     assert all(r <= b for r, b in zip(partition.last, partition.shares, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("case", "numbers"),
-    [
-        ((101, 3, 5), ("101", "of 3", "5 shards")),
-        ((4, 128, 5), ("4 training images", "5 shards")),
-        ((129, 128, 2, 2), ("129", "of 128", "of 1,", "2 shards of 2")),
-        ((128, 8, 8, 2), ("8 shards of 2", "the model normalizes")),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_with_the_numbers(case, numbers):
-    with pytest.raises(hp.UsageError) as caught:
-        hp.cut_epoch(*case)
-    assert all(number in str(caught.value) for number in numbers)
-
-
 def test_a_partition_of_very_many_samples_is_cut_at_once():
     partition = hp.cut_epoch(10**12 + 7, 4096, 1000)
     assert sum(partition.sizes) == 10**12 + 7
