@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 import hpctrain as hp
+from tests import libraries
 from tests.support.api import check_forward, load_init
 
 SHAPE = (16, 16, 3)
-Shape = tuple[int, int, int]
 
 
 @pytest.fixture
-def timm_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the stand-in for timm importable, where timm is not installed."""
-    if importlib.util.find_spec("timm"):
-        pytest.skip("timm itself is installed")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "libraries"))
-    yield
-    for name in [n for n in sys.modules if n.partition(".")[0] == "timm"]:
-        del sys.modules[name]
+def timm_stand_in(monkeypatch):
+    with libraries.timm_stand_in(monkeypatch):
+        yield
 
 
-def refusal(name: str, shape: Shape = SHAPE) -> str:
+def refusal(name, shape=SHAPE):
     """The one line with which a network is refused."""
     with pytest.raises(hp.UsageError) as caught:
         check_forward(hp.build(name, shape, 5), shape, (5,))
@@ -36,17 +29,13 @@ def refusal(name: str, shape: Shape = SHAPE) -> str:
     return str(caught.value)
 
 
-def test_without_timm_the_command_that_installs_it_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_timm_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = "--model timm:resnet18 needs timm: pip install timm"
     assert refusal("timm:resnet18") == said
 
 
-def test_a_timm_for_another_torch_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_timm_for_another_torch_is_refused(monkeypatch, tmp_path):
     (tmp_path / "timm.py").write_text("raise RuntimeError('operator nms does not\\nexist')")
     for name in [n for n in sys.modules if n.partition(".")[0] == "timm"]:
         monkeypatch.delitem(sys.modules, name)
@@ -67,9 +56,7 @@ def test_a_timm_for_another_torch_is_refused(
         ("timm:tiny_rigid", (16, 16, 3), 0.125),
     ],
 )
-def test_networks_are_made_for_the_images(
-    timm_stand_in: None, name: str, shape: Shape, mean: float
-) -> None:
+def test_networks_are_made_for_the_images(timm_stand_in, name, shape, mean):
     model = hp.build(name, shape, 5)
     check_forward(model, shape, (5,))
     assert model.pretrained_cfg["mean"][0] == mean
@@ -92,33 +79,20 @@ def test_networks_are_made_for_the_images(
         ("timm:tiny_vit", (18, 16, 3), "of the patches; published for 16x16: pack with --size"),
     ],
 )
-def test_what_timm_cannot_make_is_refused(
-    timm_stand_in: None, name: str, shape: Shape, said: str
-) -> None:
+def test_what_timm_cannot_make_is_refused(timm_stand_in, name, shape, said):
     assert said in refusal(name, shape)
 
 
-def saved(path: Path, name: str, shape: Shape = SHAPE, **renamed: str) -> Path:
-    """A file of the weights of a network for 1000 classes; `renamed` maps parts of names."""
-    tensors = hp.build(name, shape, 1000).state_dict()
-    for old, new in renamed.items():
-        tensors = {key.replace(old, new): value for key, value in tensors.items()}
-    torch.save({"model": tensors}, path)
-    return path
-
-
-def test_classifier_and_channels_are_found_in_networks_of_timm(
-    timm_stand_in: None, tmp_path: Path
-) -> None:
-    model, path = hp.build("timm:tiny_net", (16, 16, 1), 5), saved(tmp_path / "m", "timm:tiny_net")
-    found = load_init(model, path, 5, 1)
+def test_classifier_and_channels_are_found_in_networks_of_timm(timm_stand_in, tmp_path):
+    torch.save(hp.build("timm:tiny_net", SHAPE, 1000).state_dict(), tmp_path / "m")
+    found = load_init(hp.build("timm:tiny_net", (16, 16, 1), 5), tmp_path / "m", 5, 1)
     assert found.fresh == {"head.weight": 1000, "head.bias": 1000}  # not the last layer
     assert found.adapted == {"stem.weight": 3}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "timm:resnet18"])
-def test_timm_itself(tmp_path: Path, name: str) -> None:
+def test_timm_itself(tmp_path, name):
     timm = pytest.importorskip("timm")
     size = {"img_size": 64} if "vit" in name else {}
     source = timm.create_model(name.partition(":")[2], **size)

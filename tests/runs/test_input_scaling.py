@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,24 +9,13 @@ import pytest
 import torch
 
 import hpctrain as hp
+from tests.libraries import timm_stand_in
 from tests.support.api import command_line
 from tests.support.packs import make_pack
 
 pytestmark = pytest.mark.ranks(1)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 TINY = ((0.125, 0.5, 0.75), (0.25, 0.5, 1.0))  # of timm:tiny_net
-LIBRARIES = Path(__file__).resolve().parents[1] / "libraries"
-
-
-@contextmanager
-def timm_stand_in(monkeypatch):
-    """The stand-in for timm is importable, where timm is not installed."""
-    if importlib.util.find_spec("timm"):
-        pytest.skip("timm itself is installed")
-    monkeypatch.syspath_prepend(str(LIBRARIES))
-    yield
-    for name in [n for n in sys.modules if n.partition(".")[0] == "timm"]:
-        del sys.modules[name]
 
 
 @pytest.fixture

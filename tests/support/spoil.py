@@ -8,10 +8,7 @@ from pathlib import Path
 
 
 def flip_each_bit(path: Path, step: int = 1) -> Iterator[int]:
-    """Flip every bit of a file in turn, and back; the number of the one that is flipped.
-
-    With a step of 9 it is one of each byte, each another.
-    """
+    """Flip every bit of a file in turn, or one of `step`, and back; its number."""
     content = path.read_bytes()
     descriptor = os.open(path, os.O_RDWR)  # kept open: truncating 10,000 times takes a minute
     try:
