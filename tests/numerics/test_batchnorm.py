@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -32,14 +30,13 @@ def activations(counts, dim, ratio, skew=0.0, seed=0):
     ]
 
 
-def run_steps(comm, model, steps, mode="exact", shift=True):
+def run_steps(comm, model, steps, mode="exact"):
     """Training forwards of `steps` (lists of one array a shard) over all ranks; no weights."""
     norms = hp.BatchNorms(model.train(), mode)
     message = hp.Message(model, norms.channels, comm.rank, comm.size)
     reduce = hp.choose_reduce(comm, message)
     first = torch.from_numpy(next(a for a in steps[0] if len(a) > 1))
-    probe = norms.probe(lambda: model(first), len(first))
-    norms.start(probe if shift else probe._replace(means=torch.zeros_like(probe.means)))
+    norms.start(norms.probe(lambda: model(first), len(first)))
     for arrays in steps:
         total = sum(map(len, arrays))
         message.zero()
@@ -88,7 +85,7 @@ COUNTS = [[7, 4, 2, 5, 3], [13, 1, 0, 6, 3]]  # unequal; then one sample and an 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("dim", "momentum"), [(2, 0.1), (3, None), (2, None), (1, 0.1)])
+@pytest.mark.parametrize(("dim", "momentum"), [(3, None), (2, None), (1, 0.1)])
 def test_running_statistics_follow_the_definition_of_the_mode(comm, mode, momentum, dim):
     counts = COUNTS if dim > 1 else [[7, 4, 2, 5, 3]]  # of one value, torch refuses one sample
     steps = [activations(c, dim, 2.0, skew=0.7, seed=i) for i, c in enumerate(counts)]
@@ -105,30 +102,15 @@ def test_running_statistics_follow_the_definition_of_the_mode(comm, mode, moment
 
 @pytest.mark.parametrize("skew", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("ratio", "bound"), [(0, 1e-5), (1, 1e-5), (10, 1e-5), (100, 1e-5), (1e4, 5e-4)]
+    ("ratios", "bound"),
+    [([0, 0], 1e-5), ([10], 1e-5), ([100] * 3, 1e-5), ([1e4], 5e-4), ([0, 1e4, 1e4], 5e-4)],
 )
-def test_the_variance_is_accurate_far_from_zero_from_the_first_step_on(comm, ratio, bound, skew):
-    steps = [activations([37, 31, 29, 41, 23], 2, ratio, skew, seed) for seed in range(3)]
-    for some in (steps[:1], steps):
-        model = network(momentum=1.0)
-        run_steps(comm, model, some)
-        assert error_of_variance(model, some) < bound
-
-
-def test_the_shift_follows_a_mean_that_moves(comm):
-    """The third step is accurate because the second one moved the shift."""
-    steps = [activations([37, 31, 29, 41, 23], 2, ratio) for ratio in (0, 1e4, 1e4)]
+def test_the_variance_is_accurate_far_from_zero_from_the_first_step_on(comm, ratios, bound, skew):
+    """Where the mean moves, the step after the next one is: the shift has followed."""
+    steps = [activations([37, 31, 29, 41, 23], 2, r, skew, n) for n, r in enumerate(ratios)]
     model = network(momentum=1.0)
     run_steps(comm, model, steps)
-    assert error_of_variance(model, steps) < 5e-4
-
-
-def test_without_a_shift_the_variance_would_cancel(comm):
-    """Negative control of the test above: r = 0 loses everything at mean/std = 1e4."""
-    steps = [activations([37, 31, 29, 41, 23], 2, 1e4)]
-    model = network(momentum=1.0)
-    run_steps(comm, model, steps, shift=False)
-    assert error_of_variance(model, steps) > 1e-2
+    assert error_of_variance(model, steps) < bound
 
 
 @pytest.mark.parametrize(("drift", "least", "most"), [(0, 0, 2e-6), (1, 0, 4e-6), (50, 1e-4, 3e-3)])
@@ -141,29 +123,6 @@ def test_the_bound_holds_while_the_mean_drifts_less_than_its_deviation(comm, dri
         run_steps(comm, model, steps)
         worst = max(worst, error_of_variance(model, steps))
     assert least < worst < most
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("mode", MODES)
-def test_one_shard_equals_plain_torch_in_every_mode(comm, mode):
-    steps = [activations([11], 2, 3.0, seed=i) for i in range(4)]
-    plain, model = network(), network()
-    for (array,) in steps:
-        plain(torch.from_numpy(array))
-    run_steps(comm, model, steps, mode)
-    for name, buffer in plain.named_buffers():
-        torch.testing.assert_close(dict(model.named_buffers())[name], buffer)
-
-
-def test_a_step_that_is_not_finite_leaves_no_trace(comm):
-    good = activations([7, 4, 2, 5, 3], 2, 1.0)
-    bad = copy.deepcopy(good)
-    bad[3][0, 1] = np.nan
-    once, again = network(), network()
-    run_steps(comm, once, [good])
-    run_steps(comm, again, [good, bad])
-    for name, buffer in once.named_buffers():
-        assert torch.equal(dict(again.named_buffers())[name], buffer), name
 
 
 def test_the_first_forward_that_measures_the_shift_leaves_no_trace(comm):
@@ -195,12 +154,6 @@ def test_layers_that_cannot_be_pooled_are_refused_by_name(comm):
         norms.probe(lambda: twice(x), 4)
     with pytest.raises(hp.UsageError, match="SyncBatchNorm"):
         hp.BatchNorms(nn.Sequential(nn.SyncBatchNorm(C)).train())
-
-
-def test_frozen_layers_keep_their_statistics(comm):
-    model = nn.Sequential(nn.BatchNorm2d(C), nn.BatchNorm2d(C)).train()
-    model[0].eval()
-    assert list(hp.BatchNorms(model).layers) == ["1"]
 
 
 def test_buffers_stay_tensors_of_their_own(comm):

@@ -47,18 +47,14 @@ def test_gradients_are_rounded_before_and_after_a_sum_in_float32_and_the_rest_ne
     assert all(torch.equal(sums, first) for sums, _ in found)
     assert ((first - exact).abs() <= error).all()
     assert torch.equal(first[:, :gradients], first[:, :gradients].bfloat16().float())
+    if size <= 3:  # few enough for one order of additions
+        narrow = sum(vectors[..., :gradients].bfloat16().float().unbind(1)).bfloat16().float()
+        bits = torch.cat([narrow, sum(vectors[..., gradients:].unbind(1))], dim=1)
+        assert torch.equal(first, bits) != torch.equal(
+            narrow, sum(vectors.unbind(1))[:, :gradients]
+        )
     there_and_back = 2 * (1 - 1 / size) * (2 * gradients + 4 * rest)
     assert sum(sent for _, sent in found) / 2 / size <= there_and_back + 2 * (4 + 4) * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_sum_of_few_ranks_has_the_bits_of_the_definition(size):
-    vectors = vectors_of(size, 440)
-    (found,), _ = on_simulated_ranks(size, lambda transport: sum_of(transport, vectors, 400))[0]
-    narrow = sum(vectors[0, :, :400].bfloat16().float()).bfloat16().float()
-    assert torch.equal(found[:400], narrow)
-    assert torch.equal(found[400:], sum(vectors[0, :, 400:]))
-    assert not torch.equal(narrow, sum(vectors[0, :, :400])), "nothing was rounded"
 
 
 def test_one_rank_rounds_nothing():
@@ -92,10 +88,8 @@ def test_float64_is_refused(comm):
 
 @pytest.mark.ranks(3)
 def test_a_network_learns_as_well(comm, short):
-    ends = []
-    for dtype in ("fp32", "bf16"):
-        how = {"run": dtype, "comm_dtype": dtype, "epochs": 12}
-        ends.append(hp.train(**short | how).figures)
-    assert ends[1]["test_accuracy"] > 0.8
-    assert abs(ends[0]["test_accuracy"] - ends[1]["test_accuracy"]) < 0.1
-    assert ends[0]["test_loss"] != ends[1]["test_loss"]
+    one, other = (
+        hp.train(**short | {"run": dtype, "comm_dtype": dtype}).figures["test_loss"]
+        for dtype in ("fp32", "bf16")
+    )
+    assert one != other == pytest.approx(one, rel=0.02)

@@ -1,6 +1,4 @@
-"""Totals that are read a step late, as on GPUs: the same run, bit by bit, and the same ends; and
-nothing in a step that would have to wait for the device.
-"""
+"""Totals that are read a step late, as on GPUs: the same run, bit by bit, and the same ends."""
 
 from __future__ import annotations
 
@@ -13,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain as hp
 from tests.support.api import IN_FLIGHT
 from tests.support.short import digest, records
 
 pytestmark = pytest.mark.ranks
-WAITING = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique"}
 SHOWN = ("kind", "step", "epoch", "loss", "accuracy", "learning_rate", "rows", "digest")
 
 
@@ -92,44 +88,3 @@ def test_a_notice_ends_a_late_run_one_step_later_on_all_ranks(comm, fixed, monke
         last.append(records(settings, "step")[-1]["step"] if comm.rank == 0 else 0)
         assert digest(comm, settings) == whole
     assert comm.rank or last[1] == last[0] + 1
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses operations whose result the host needs."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.partition("::")[2]
-        if name in WAITING:
-            raise AssertionError(f"{name} waits for the device")
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", ["exact", "running", "average"])
-def test_a_step_does_not_wait_for_the_device(comm, mode):
-    torch.manual_seed(5)
-    model = hp.build("digits", (28, 28, 1), 10).train()
-    norms = hp.BatchNorms(model, mode)
-    images, labels = torch.rand(6, 1, 28, 28), torch.arange(6)
-    norms.start(norms.probe(lambda: model(images), 6))
-    message = hp.Message(model, norms.channels, comm.rank, comm.size)
-    reduce = hp.choose_reduce(comm, message)
-    optimizer = torch.optim.SGD([message.weights], 0.1)
-    with NoWaiting():
-        for _ in range(2):
-            message.zero()
-            output = model(images)
-            loss = nn.functional.cross_entropy(output, labels, reduction="sum")
-            loss.backward()
-            message.add_gradients()
-            irregular = norms.collect(message.moments, 6, 6 * comm.size)
-            message.add_counts(loss, (output.argmax(1) == labels).sum(), 6, irregular)
-            message.request("stop")
-            message.set_seconds(0.1, 0.2)
-            reduce()
-            norms.merge(message.moments, 6 * comm.size, message.finite(lasting=True))
-            optimizer.step()
-            message.report()
-        with pytest.raises(AssertionError, match="_local_scalar_dense"):
-            loss.item()
-    totals = message.totals()
-    assert totals.rows == 6 * comm.size and not totals.skipped and totals.stop == comm.size

@@ -1,4 +1,4 @@
-"""A step dispatches few more operators than that of a plain torch loop, with the same settings.
+"""A step does not wait for the device, and dispatches few operators more than one of plain torch.
 
 Both use the foreach implementation of SGD, as torch does on GPUs, where every operator but views
 and allocations launches kernels: for a small network their number is the time of a step.
@@ -16,6 +16,7 @@ from tests.support.packs import make_pack
 
 ROWS, WARM = 8, 4
 MOST = {"resnet50": 1.09, "digits": 1.56}  # measured: 1.08, 1.51
+WAITING = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique"}
 
 
 class Counter(TorchDispatchMode):
@@ -37,14 +38,40 @@ def count(step):
     return counter.found
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations whose result the host needs."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.partition("::")[2]
+        assert name not in WAITING, f"{name} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+def ready_to_train(folder, network, shape, *flags):
+    """A run before its first step, whose batches have all images of its pack."""
+    pack = make_pack(folder / "pack.h5", {"train": ROWS}, shape, 5)
+    words = ["--data", pack, "--model", network, "--batch-size", ROWS, *flags]
+    return ready(*words, "--device", "cpu", "--threads", "1")
+
+
 @pytest.mark.parametrize(("network", "shape"), [("resnet50", (64, 64, 3)), ("digits", (28, 28, 1))])
 def test_a_step_has_few_operators_more_than_a_plain_one(tmp_path, network, shape):
-    pack = make_pack(tmp_path / "pack.h5", {"train": ROWS}, shape, 5)
-    flags = ["--data", pack, "--model", network, "--batch-size", ROWS, "--weight-decay", "1e-4"]
-    with ready(*flags, "--device", "cpu", "--threads", "1") as run:
+    with ready_to_train(tmp_path, network, shape, "--weight-decay", "1e-4") as run:
         ((batch,),) = first_batches(run)
         model = hp.build(network, shape, 5).to(memory_format=torch.channels_last).train()
         plain = plain_step(model, "fp32", foreach=True, weight_decay=1e-4)
         ours = count(lambda: run.trainer.step([batch], ROWS).array())
         ratio = ours / count(lambda: plain(batch.images, batch.targets))
     assert 0.9 < ratio < MOST[network]
+
+
+@pytest.mark.parametrize("mode", ["exact", "running", "average"])
+def test_a_step_does_not_wait_for_the_device(tmp_path, mode):
+    flags = ["--batch-norm", mode, "--clip-norm", "1", "--class-weights", "balanced"]
+    with ready_to_train(tmp_path, "digits", (28, 28, 1), *flags) as run:
+        ((batch,),) = first_batches(run)
+        with NoWaiting():
+            reported = [run.trainer.step([batch], ROWS) for _ in range(2)]
+            with pytest.raises(AssertionError, match="_local_scalar_dense"):
+                torch.ones(()).item()
+        assert len(reported[-1].array())

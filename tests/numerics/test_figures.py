@@ -1,6 +1,7 @@
-"""Classes of unequal size: weights in the loss, and sampling that makes up for them.
+"""What runs tell and save: class weights, averaged weights, frozen parts.
 
-Gradients with class weights are compared with torch in tests/contract/test_truth.py.
+What they learn is compared with torch in tests/contract/test_truth.py; how all classes are drawn
+equally often is in test_orders.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import hpctrain as hp
-from tests.support.short import ROWS, digest, images, records
+from tests.support.short import ROWS, images, records
 
 pytestmark = pytest.mark.ranks(3)
 WEIGHTS = [0.5, 1, 2, 1, 1, 3, 1, 1, 1, 10]
@@ -54,31 +56,6 @@ def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, short):
             assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_loss_of_an_epoch_is_the_weighted_mean_also_after_a_resume(comm, short):
-    """At a learning rate of nothing, it is the loss of the first weights over all images."""
-    settings = short | {"class_weights": WEIGHTS, "lr": 1e-12, "validate_every": "3steps"}
-    settings |= {"model": "tests.support.nets:frozen"}
-    stopped = hp.train(**settings, on_evaluation=lambda record: record["step"] == 3)
-    assert (stopped.status, stopped.step) == ("stopped", 4)
-    assert hp.train(**settings).status == "done"
-    loss = F.cross_entropy(
-        scores_of(settings, "train"), labels_of(settings, "train"), torch.tensor(WEIGHTS)
-    )
-    if comm.rank == 0:
-        losses = [record["loss"] for record in records(settings, "epoch")]
-        assert losses == pytest.approx([loss.item()] * 2, rel=1e-4)
-
-
-@pytest.mark.ranks(1)
-def test_a_run_goes_on_with_the_weights_that_it_began_with(comm, fixed):
-    settings = fixed | {"class_weights": WEIGHTS}
-    whole = digest(comm, settings | {"run": "whole"})
-    digest(comm, settings | {"epochs": 1})
-    with pytest.raises(hp.UsageError, match="begun with --class-weights 0.5,1,.* not with"):
-        hp.train(**settings | {"class_weights": WEIGHTS[::-1]})
-    assert digest(comm, settings) == whole != digest(comm, fixed | {"run": "plain"})
-
-
 @pytest.mark.ranks(1)
 def test_balanced_weights_are_those_of_scikit_learn(comm, short):
     """Samples by classes times samples of the class; of no sample it would be infinite."""
@@ -95,42 +72,53 @@ def test_balanced_weights_are_those_of_scikit_learn(comm, short):
         hp.train(**settings | {"data": f"{settings['runs_dir']}/yak.h5", "run": "b"})
 
 
-@pytest.mark.parametrize("shuffle", ["partition", "global"])
-def test_balanced_sampling_is_the_same_when_staged_or_resumed(comm, fixed, shuffle):
-    """Also where a host stages only its part of the pack, and reads with a small buffer."""
-    settings = fixed | {"balanced_sampling": True, "shuffle": shuffle, "validate_every": "3steps"}
-    whole = digest(comm, settings | {"run": "whole"})
-    staged = {"stage": f"{settings['runs_dir']}/local", "read_buffer": "4K"}
-    assert digest(comm, settings | staged | {"run": "staged"}) == whole
-    stopped = hp.train(**settings, on_evaluation=lambda record: record["step"] == 3)
-    assert stopped.status == "stopped"
-    assert digest(comm, settings) == whole
-
-
-@pytest.mark.parametrize(
-    ("settings", "most"),  # images of a class above those of another
-    [
-        ({"shuffle": "global"}, 1),
-        ({}, 4),
-        ({"balanced_sampling": False}, 101),
-    ],
-    ids=["global", "partition", "off"],
-)
-def test_balanced_sampling_draws_all_classes_equally_often(comm, fixed, settings, most):
+@pytest.mark.parametrize(("balanced", "shuffle"), [(True, "global"), (True, None), (False, None)])
+def test_balanced_sampling_draws_all_classes_equally_often(comm, fixed, balanced, shuffle):
     """The loss tells them: that of an image of class k is 128^k."""
-    data = f"{fixed['runs_dir']}-3.h5"
+    settings = fixed | {"data": f"{fixed['runs_dir']}-3.h5", "epochs": 1, "shuffle": shuffle}
     if comm.rank == 0:
         labels = np.zeros(101, int)
         labels[::11], labels[1::5] = 1, 2  # all classes in each shard
         splits = {"train": (images(101, (8, 8, 1), 3)[0], labels)}
-        hp.write_pack(data, splits, ["a", "b", "c"])
+        hp.write_pack(settings["data"], splits, ["a", "b", "c"])
     comm.Barrier()
-    own = {"data": data, "loss": "tests.support.own_functions:power_of_class", "epochs": 1}
-    hp.train(**fixed | own | {"balanced_sampling": True} | settings)
+    loss = "tests.support.own_functions:power_of_class"
+    hp.train(**settings, loss=loss, balanced_sampling=balanced)
     if comm.rank == 0:
-        (epoch,) = records(fixed, "epoch")
-        total = round(epoch["loss"] * 101)
+        total = round(records(settings, "epoch")[0]["loss"] * 101)
         counts = [total // 128**k % 128 for k in range(3)]
-        assert sum(counts) == 101 and min(counts) > 0
-        assert max(counts) - min(counts) <= most
-        assert most < 101 or counts == [73, 8, 20]
+        assert sum(counts) == 101 and (counts == [73, 8, 20]) != balanced
+        assert max(counts) - min(counts) <= {"global": 1}.get(shuffle, 4) or not balanced
+
+
+def weights(settings: dict, name: str = "model") -> dict[str, torch.Tensor]:
+    folder = Path(settings["runs_dir"]) / settings["run"]
+    return load_file(max(folder.glob(f"{name}*.safetensors")))
+
+
+def test_the_average_is_what_is_validated_tested_and_saved_as_the_best_too(comm, short):
+    settings = short | {"ema": 0.999, "final": "ema", "data": f"{short['runs_dir']}-same.h5"}
+    if comm.rank == 0:
+        same = images(ROWS["test"], (12, 12, 1), 10)
+        splits = {"train": images(101, (12, 12, 1), 10), "validation": same, "test": same}
+        hp.write_pack(settings["data"], splits, list("abcdefghij"))
+    comm.Barrier()
+    result = hp.train(**settings)
+    assert hp.evaluate(result.folder).loss == pytest.approx(result.figures["test_loss"], rel=1e-5)
+    assert result.figures["test_loss"] == result.figures["validation_loss"]
+    if comm.rank == 0:
+        losses = [record["loss"] for record in records(settings, "evaluation")]
+        assert max(losses) - min(losses) < 0.1, "it barely moves"
+    best, final = weights(settings, "best"), weights(settings)
+    assert all(torch.equal(best[name], final[name]) for name in final)
+
+
+@pytest.mark.parametrize("tied", ["second", "third"])
+def test_tied_parameters_are_frozen_by_either_name(comm, short, tied):
+    settings = short | {"model": "tests.support.nets:FineTuned", "freeze": f"{tied}.weight"}
+    settings |= {"epochs": 1, "lr": 0.1}
+    hp.train(**settings)
+    hp.train(**settings | {"run": "slow", "lr": 1e-12})
+    found, first = weights(settings), weights(settings | {"run": "slow"})
+    assert torch.equal(found["second.weight"], first["second.weight"])
+    assert not torch.allclose(found["second.bias"], first["second.bias"], atol=1e-6)
