@@ -17,28 +17,10 @@ import hpctrain as hp
 from tests.support import nets, ranks
 from tests.support.api import cluster
 from tests.support.launches import checkpoint_steps, launch, run_of
-from tests.support.short import records, short_run
+from tests.support.short import records
 
 LAST = 2  # of three ranks
 DIFFER = "rank 2 of 3 held other weights .*they differ in "
-
-
-@pytest.fixture
-def settings(tmp_path):
-    return short_run(tmp_path)
-
-
-def on_last(change):
-    """What patches something on the last rank alone."""
-    return lambda patch: cluster.launched_rank() == LAST and change(patch)
-
-
-def test_other_versions_are_named_with_their_values(settings):
-    other = on_last(lambda patch: patch.setattr(torch, "__version__", "1.2.3"))
-    refused = launch(settings, first=other)
-    assert refused.code == 2 and not run_of(settings).exists()
-    text = f"torch differs between ranks: {torch.__version__} on rank 0, 1.2.3 on rank 2"
-    assert refused.error == text
 
 
 def test_a_buffer_that_differs_before_the_first_step_is_refused(settings):

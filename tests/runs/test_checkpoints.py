@@ -18,10 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import hpctrain as hp
 from tests.support import ranks
-from tests.support.api import read_model
 from tests.support.launches import check_same, checkpoint_steps, launch, run_of
 from tests.support.short import records, short_run
-from tests.support.spoil import flip_each_bit
 
 EVERY_STEP = {"checkpoint_every": "1step", "keep_checkpoints": 99}
 
@@ -66,15 +64,13 @@ def left(begun, tmp_path):
         ("4steps", [4, 8, 12, 14]),
         ("1epochs", [7, 14]),
         ("0", [14]),
-        ("0.001s", list(range(1, 15))),  # each step takes longer
         ("1:30:00", [14]),
     ],
 )
 def test_checkpoints_are_due_by_steps_epochs_or_time(settings, every, steps):
     settings |= {"checkpoint_every": every, "keep_checkpoints": 99}
     assert launch(settings).code == 0
-    found = checkpoint_steps(settings)
-    assert found == steps or (every == "0.001s" and len(found) > 7 and found[-1] == 14)
+    assert checkpoint_steps(settings) == steps
 
 
 def begin_early(patch):
@@ -174,26 +170,6 @@ def test_one_that_may_be_intact_is_not_thrown_away(left, whole, how):
     path.write_bytes(before)
     assert launch(left).code == 0
     check_same(left, whole)
-
-
-def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path):
-    """Of a checkpoint of a very small network."""
-    settings = short_run(tmp_path, shape=(2, 2, 1), classes=2)
-    settings |= {"model": "tests.support.nets:frozen", "epochs": 1, "batch_size": 101}
-    assert launch(settings, 1).code == 0
-    (step,) = checkpoint_steps(settings)
-    path = run_of(settings) / f"checkpoints/{step:08}.safetensors"
-    tensors, known = read_model(path)
-    without_effect = 0
-    for place in flip_each_bit(path):
-        try:
-            found, also = read_model(path)
-        except hp.UsageError:
-            continue
-        without_effect += 1
-        assert (found.keys(), also) == (tensors.keys(), known), place
-        assert all(torch.equal(found[name], tensors[name]) for name in found), place
-    assert without_effect < 8 * 15, "those in the name of the digest"
 
 
 def test_a_checkpoint_without_its_digest_is_passed_over(left, whole):

@@ -8,7 +8,7 @@ import h5py
 import pytest
 
 import hpctrain as hp
-from tests.support.launches import checkpoint_steps
+from tests.support.launches import checkpoint_steps, run_of
 from tests.support.short import records, short_run
 
 pytestmark = pytest.mark.ranks(2)
@@ -31,13 +31,19 @@ def flip(settings, split, column="images"):
     Path(settings["data"]).write_bytes(content)
 
 
-CASES = [(split, "images", True) for split in ROW]
-CASES += [("train", "labels", True), ("train", "labels", False), ("validation", "labels", False)]
+CASES = [  # split, what is flipped, --verify, --validate-every, steps that are done (0: some)
+    *[("train", "images", True, "1epoch", 0), ("test", "images", True, "1epoch", 14)],
+    *[("validation", "images", True, n, e) for n, e in (("5steps", 5), ("1epoch", 7), ("0", 14))],
+    *[("train", "labels", verify, "1epoch", 0) for verify in (True, False)],
+    ("validation", "labels", False, "1epoch", 7),
+]
 
 
-@pytest.mark.parametrize(("split", "column", "verify"), CASES)
-def test_a_corrupt_sample_is_named_and_no_step_is_lost(comm, settings, split, column, verify):
-    settings["verify"] = verify
+@pytest.mark.parametrize(("split", "column", "verify", "every", "reached"), CASES)
+def test_a_corrupt_sample_is_named_and_no_step_is_lost(
+    comm, settings, split, column, verify, every, reached
+):
+    settings |= {"verify": verify, "validate_every": every}
     whole = hp.train(**settings | {"run": "whole"})
     comm.Barrier()
     if comm.rank == 0:
@@ -50,9 +56,10 @@ def test_a_corrupt_sample_is_named_and_no_step_is_lost(comm, settings, split, co
     if comm.rank == 0:
         kept = [record["step"] for record in records(settings, "step")]
         assert kept == list(range(1, len(kept) + 1))
-        assert len(kept) == {"validation": 7, "test": 14}.get(split, len(kept)) and len(kept) > 0
+        assert len(kept) == (reached or len(kept)) > 0
         assert checkpoint_steps(settings) == [len(kept)]
         assert records(settings, "end")[-1]["status"] == "failed"
+        assert hp.load(run_of(settings)).metadata["step"] == len(kept)
         flip(settings, split, column)
     comm.Barrier()
     assert hp.train(**settings).figures == whole.figures

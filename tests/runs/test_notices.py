@@ -15,12 +15,7 @@ from tests.support import ranks
 from tests.support.api import Control
 from tests.support.launch import run
 from tests.support.launches import launch, notes
-from tests.support.short import records, short_run
-
-
-@pytest.fixture
-def settings(tmp_path):
-    return short_run(tmp_path)
+from tests.support.short import records
 
 
 def test_a_notice_is_heard_before_anything_is_imported():
@@ -52,11 +47,16 @@ def test_a_rank_that_is_done_ends_with_its_own_exit_code():
 
 def embedded(comm, settings):
     """Train in a program that embeds Python, whose handlers cannot be told, and restored."""
-    before = signal.getsignal(signal.SIGUSR1)
+    set_handler, before = signal.signal, signal.getsignal(signal.SIGUSR1)
+
+    def forget(number, handler):
+        known = set_handler(number, handler)
+        return None if number == signal.SIGUSR1 else known
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda number: None)
+        patch.setattr(signal, "signal", forget)
         seen = hp.train(hp.Config(**settings), on_evaluation=lambda _: os.kill(os.getpid(), 10))
-    signal.signal(signal.SIGUSR1, before)
+    set_handler(signal.SIGUSR1, before)
     return seen.status
 
 
@@ -124,8 +124,8 @@ def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
     assert Control(None, time.time() + 1).preempted_by() is None  # rank 0 alone looks at the clock
 
 
-def test_hpctrain_stop(tmp_path):
-    folder = tmp_path / "runs" / "a"
+def test_hpctrain_stop_asks_no_folder_that_is_no_run_and_no_run_that_is_done(tmp_path):
+    folder = tmp_path / "runs/a"
     folder.mkdir(parents=True)
     refused = ranks.command(1, "stop", "a", cwd=tmp_path)
     assert refused.code == 2 and "no run or sweep 'a'" in refused.err
@@ -139,4 +139,3 @@ def test_hpctrain_stop(tmp_path):
     assert done.code == 0 and "already ended" in done.out
     assert not (folder / "STOP").exists()
     assert ranks.command(1, "stop", "b", cwd=tmp_path).code == 2
-    assert ranks.command(1, "stop", cwd=tmp_path).code == 2

@@ -28,7 +28,6 @@ from types import SimpleNamespace
 
 from hpctrain import watchdog
 from hpctrain.training.control import Control
-from hpctrain.training.folder import keep_settings, read_settings
 from hpctrain.watchdog import Watchdog
 
 
@@ -40,20 +39,12 @@ def fake_clock(monkeypatch):
     return clock
 
 
-def plan_to_continue(config, folder):
-    """Return the plan of the run in this folder, if the configuration is that of the run."""
-    before, plan = read_settings(folder)
-    keep_settings(config, before, plan, folder)
-    return plan
-
-
 def ranks_as_hosts(patch):
     """Let every rank count as a host of its own, with a disk of its own."""
     patch.setattr("hpctrain.training.staging.comm_of_host", lambda comm: comm.Split(comm.rank))
 
 
 __all__ += ["Control", "Watchdog", "fake_clock", "ranks_as_hosts"]
-__all__ += ["plan_to_continue"]
 
 # Sums over ranks, and the transports that move their parts
 import torch
