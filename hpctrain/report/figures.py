@@ -268,6 +268,8 @@ def check_name(path: Path, flag: str) -> None:
         raise UsageError("plots need matplotlib: pip install matplotlib")
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{flag} {path}: give a name that ends in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {path.parent}")
 
 
 def save(figure: Any, path: Path) -> None:
