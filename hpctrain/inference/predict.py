@@ -79,6 +79,8 @@ def classify(
                     bad |= block.bad
         with on_all(comm):
             table.close()
+            if comm.rank == 0 and output != "-":
+                say(f"{output}: {total - len(bad):,} images classified")
             if answers:
                 picture = picture_path(output, Path("predictions.png"))
                 draw_answers(picture, source, answers, network.classes)

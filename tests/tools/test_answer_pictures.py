@@ -118,7 +118,8 @@ def test_the_picture_lies_beside_the_output_and_names_fit_their_images(
     image = tmp_path / f"{'W' * 50}.png"
     Image.new("L", (28, 28)).save(image)
     words = ["--figure", "1", "--output", tmp_path / output]
-    assert command(1, "predict", trained.run("plain"), image, *words).code == 0
+    ended = command(1, "predict", trained.run("plain"), image, *words)
+    assert ended.code == 0 and f"{output}: 1 images classified" in ended.out
     assert {path.name for path in tmp_path.iterdir()} == {image.name, output, picture}
     sheet = read_sheet(tmp_path / picture)
     assert (sheet[:, -4:] == 255).all() and (sheet[84:104, 50:] < 128).any()
