@@ -137,12 +137,15 @@ class WatchedRun:
             return str(error)
 
     def curves(self) -> Curves:
-        """Return the curves of the loss and of the accuracy."""
+        """Return the curves of the loss and of the accuracy; none while a long record is read."""
         found: Curves = {"loss": {}, "accuracy": {}}
-        with self._lock:
-            for name, split in product(found, ("training", *self.history.evaluated)):
-                if points := self.history.curve(name, split):
-                    found[name][split] = points
+        if self._lock.acquire(timeout=0.1):
+            try:
+                for name, split in product(found, ("training", *self.history.evaluated)):
+                    if points := self.history.curve(name, split):
+                        found[name][split] = points
+            finally:
+                self._lock.release()
         return found
 
 
