@@ -59,8 +59,7 @@ from hpctrain.parallel.transport import Transport
 
 Span = tuple[int, int]  # shards lo ... hi-1
 Pair = tuple[torch.Tensor, torch.Tensor]  # two operands
-SHORT_BYTES = 1 << 18  # most bytes of a vector that is not divided, times log2(P)
-DIRECT = {False: 3, True: 4}  # ranks of a group that exchange with all others at once
+DIRECT, DIRECT_WHOLE = 3, 4  # ranks of a group that exchange with all others at once
 
 
 def split(span: Span) -> tuple[Span, Span]:
@@ -114,7 +113,7 @@ def schedule(rank: int, runs: Sequence[range], length: int, whole: bool) -> list
 
     rounds, group = [], range(len(runs))
     while len(group) > 1:
-        parts = divide(starts, group, DIRECT[whole])
+        parts = divide(starts, group, DIRECT_WHOLE if whole else DIRECT)
         if whole:
             before = after = dict.fromkeys(group, range(length))
         else:
@@ -147,7 +146,7 @@ def is_source(rank: int, part: range, peer: int, other: range) -> bool:
     return (peer - other.start) % len(part) == rank - part.start
 
 
-def divide(starts: Sequence[int], group: range, direct: int = 3) -> list[range]:
+def divide(starts: Sequence[int], group: range, direct: int = DIRECT) -> list[range]:
     """Return the parts of a group of ranks, the largest first: single ranks if at most `direct`.
 
     If one must be larger by one, they meet at the border between shards that cuts fewer subtrees.
@@ -200,7 +199,7 @@ def plan_sum(
 class TreeReduce(Reduce):
     """Sums a vector in tree order: the same bits for any number of ranks."""
 
-    short_bytes = SHORT_BYTES
+    short_bytes = 1 << 18  # most bytes of a vector that is not divided, times log2(P)
 
     def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
         """`runs` are the shards that each rank carries, together 0 ... S-1."""
