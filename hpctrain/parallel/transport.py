@@ -51,7 +51,8 @@ class Transport:
         """Sum `vector` over all ranks, in place."""
 
     def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
-        """Return a function that sends messages to some ranks, and receives others, each time.
+        """Return a function that sends messages to some ranks and receives others, as often as it
+        is called (MPI's persistent communication, but for every transport).
 
         A message consists of vectors, of the same lengths where it is received. No two share
         memory. Those from one rank are received in the order in which it sends them.
@@ -86,7 +87,8 @@ class HostMemory(Transport):
     def _to_mpi(self, messages: Messages) -> list[tuple[list[Any], int]]:
         """Return messages for mpi4py, each with the rank that it goes to or comes from.
 
-        Several short vectors are one message, which MPI packs while it sends.
+        Several short vectors are one message, which MPI packs while it sends: its datatype is kept
+        until MPI ends.
         """
         found = []
         for rank, vectors in messages:
