@@ -92,7 +92,6 @@ def run_training(
             run.folder = on_root(comm, folder.make_run_folder, run, lock)
         mine, first = run.folder if comm.rank == 0 else None, run.progress.step
         best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
-        keep = config.checkpoint_every, config.keep_checkpoints, best
         with on_all(comm):
             if watchdog := current():
                 watchdog.keep_in(run.folder / HEARTBEATS)
@@ -100,7 +99,8 @@ def run_training(
         record = Recorder(mine, config.progress, config.tensorboard, first)
         run.recorder = stack.enter_context(record)
         run.control = stack.enter_context(Control(mine, deadline, on_evaluation))
-        run.writer = stack.enter_context(Writer(mine, *keep))
+        writer = Writer(mine, config.checkpoint_every, config.keep_checkpoints, best)
+        run.writer = stack.enter_context(writer)
         describe_run(run)
         try:
             train_epochs(run)
