@@ -136,10 +136,8 @@ class Supervisor:
     signals: launch.ReceivedSignals
 
     def __post_init__(self) -> None:
-        self.folder, limit = (
-            Path(self.config.runs_dir) / str(self.config.run),
-            self.config.time_limit,
-        )
+        limit = self.config.time_limit
+        self.folder = Path(self.config.runs_dir) / str(self.config.run)
         self.deadline = time.monotonic() + limit if limit else None
 
     def run(self, max_failures: int) -> int:
