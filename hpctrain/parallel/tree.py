@@ -42,7 +42,7 @@ log2(S/P) + 1 messages, else up to 2 log2(S) subtrees, and what it receives.
 A short vector is not divided, because a round then costs more than its bytes: all ranks of a group
 hold the same sums, each receives those of the other parts from one rank of each, and nothing is
 left to distribute (recursive doubling). Groups of up to four ranks exchange with all others at
-once, so there are log4(P) rounds, rounded up.
+once, so there are at most log2(P) - 1 rounds, rounded up; one for two ranks.
 """
 
 from __future__ import annotations
