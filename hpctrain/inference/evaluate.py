@@ -258,7 +258,11 @@ def draw_answers(
 
 def picture_path(output: str | None, default: Path) -> Path:
     """Return the name of the picture beside the file --output, or `default` if there is none."""
-    return default if output in (None, "-") else Path(str(output)).with_suffix(".png")
+    if output in (None, "-"):
+        return default
+    path = Path(str(output))
+    is_table = path.suffix.lower() in (".csv", ".json")
+    return path.with_suffix(".png") if is_table else Path(f"{path}.png")
 
 
 def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, split: str) -> None:

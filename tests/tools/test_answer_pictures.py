@@ -110,7 +110,8 @@ def test_no_mistakes_no_picture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("output", "picture"), [("b.csv", "b.png"), ("b.JSON", "b.png"), ("b.v1", "b.png")]
+    ("output", "picture"),
+    [("b.csv", "b.png"), ("b.JSON", "b.png"), ("b.v1", "b.v1.png"), ("b.png", "b.png.png")],
 )
 def test_the_picture_lies_beside_the_output_and_names_fit_their_images(
     trained, tmp_path, output, picture
