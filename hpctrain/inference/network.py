@@ -64,7 +64,7 @@ def describe(run: Run) -> dict[str, Any]:
 def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
     """Find the .safetensors file of a run by its name or folder, or given as a file.
 
-    With `best`, `target` may be a sweep: the file is that of its best run, which is printed. Raises
+    With `best`, `target` is a sweep: the file is that of its best run, which is printed. Raises
     UsageError if there is none.
     """
     for path in (Path(runs_dir) / target, Path(target)):
@@ -72,10 +72,12 @@ def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
             if not best:
                 raise UsageError(f"{path} is a sweep: name one of its runs, or give --best")
             if not (ranked := find.ranked_runs(path)):
-                raise UsageError(f"{path}: no network has ended yet")
+                raise UsageError(f"{path} holds no network yet: none of its runs has ended")
             run, why = ranked[0]
             say(f"best of {path}: {run.name}, by {why}", sys.stderr)
             return run / find.NETWORK_FILE
+        if best and path.exists():
+            raise UsageError(f"{path} is no sweep: leave out --best")
         for file in (path, path / find.NETWORK_FILE):
             if file.is_file():
                 return file
