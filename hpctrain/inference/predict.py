@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -93,12 +92,14 @@ def classify(
 def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
     """Restore every image with the network, and write PNG files to --output. Collective.
 
-    They have the names of the images, behind their numbers if several have the same.
+    They have the names of the images, all behind their numbers if two are the same.
     """
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
     stems = [Path(file).stem for file in images.names]
-    counts = Counter(stems)
-    names = [f"{s}.png" if counts[s] == 1 else f"{n:06}-{s}.png" for n, s in enumerate(stems)]
+    alike = len({*stems}) < len(stems)
+    names = [
+        f"{number:06}-{stem}.png" if alike else f"{stem}.png" for number, stem in enumerate(stems)
+    ]
     inference, bad = network.inference, Bad()
     mine = range(comm.rank, inference.blocks(len(images)), comm.size)
     with on_all(comm):

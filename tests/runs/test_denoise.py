@@ -62,7 +62,7 @@ def test_a_run_removes_noise(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_images_are_restored_into_a_folder(trained, tmp_path, ranks):
-    """One that cannot be read leaves no file, those of one name are numbered."""
+    """One that cannot be read leaves no file; all are numbered if two have the same name."""
     (tmp_path / "noisy/more").mkdir(parents=True)
     for number in range(3):
         for folder in ("noisy", "noisy/more"):
