@@ -106,8 +106,9 @@ def evaluate(
     if (own := task.metric) and len({frozenset(each) for each in of_blocks}) > 1:
         text = "did not give the same figures for each part of the split"
         raise agreed(UsageError(f"{own.setting} {text}"))
-    with waiting():
-        comm.Allreduce(mpi.MPI.IN_PLACE, counts.counts)
+    if task.classes:
+        with waiting():
+            comm.Allreduce(mpi.MPI.IN_PLACE, counts.counts)
     figures = {}
     for name in of_blocks[0]:
         total, weight = map(math.fsum, zip(*(each[name] for each in of_blocks), strict=True))

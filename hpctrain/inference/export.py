@@ -88,6 +88,8 @@ def main(settings: ExportConfig) -> int:
         hint = "" if fixed else "; try --batch-size N, a fixed number of images"
         cause = first_line(error.__cause__ or error)
         raise RunError(f"this network cannot be exported: {cause}{hint}") from error
+    finally:
+        logging.disable(logging.NOTSET)
     shapes = [
         f"{str(each.dtype)[6:]} ({', '.join(map(str, (fixed or 'N', *each.shape[1:])))})"
         for each in (inputs, expected)
@@ -118,7 +120,7 @@ def write_file(
     fixed: bool,
     facts: dict[str, Any],
 ) -> None:
-    """Write a file for such inputs, any number of them unless it is `fixed`, and these facts."""
+    """Write a file for inputs like `inputs`, of any batch size unless `fixed`, with the `facts`."""
     varies = (None if fixed else {0: torch.export.Dim("batch_size", min=1)},)
     if suffix == ".pt2":
         program = torch.export.export(model, (inputs,), dynamic_shapes=varies)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
+from hpctrain.config.functions import one_line
 from hpctrain.data.images import SUFFIXES, BadImage, Fit, decode, decode_threads
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.split import Bad
@@ -67,10 +68,12 @@ class TrainedNetwork:
             require_trust({"model": known["model"]}, path, trust_code)
             with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
                 model = build(known["model"], shape, len(classes), known["small_stem"])
+            needed = "loss", "metric", "precision", "evaluation_rows", "external"
+            _ = [known[name] for name in needed]
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{path} holds weights but not the network they belong to: it was not written at"
-                " the end of a run"
+                f"{path} holds weights but not the network they belong to ({one_line(error)}): it"
+                " was not written at the end of a run of this hpctrain"
             ) from error
         load_weights(model, state, path)
         self.path, self.device, self._trust_code = path, device, trust_code
@@ -128,6 +131,8 @@ class TrainedNetwork:
         """
         if not self.inference.task.classes:
             raise UsageError("this network restores images: call model(preprocess(images))")
+        if batch_size is not None and batch_size < 1:
+            raise UsageError(f"batch_size {batch_size}: give 1 or more")
         opened = open_images(self, images)
         inference = self.inference._replace(rows=batch_size or self.inference.rows)
         with torch_settings(inference.task.precision, benchmark=False):
@@ -223,17 +228,20 @@ class Images:
 
 
 def open_images(network: TrainedNetwork, given: Any) -> Images:
-    """Return the images that a caller gave to `TrainedNetwork.predict`. Raises UsageError."""
+    """Return images `given` as to `TrainedNetwork.preprocess`. Raises UsageError."""
     if isinstance(given, str | os.PathLike | Image.Image):
         given = [given]
     elif hasattr(given, "__array__"):  # also of torch and pandas
         array = np.asarray(given)
-        is_batch = array.ndim not in (2, 3)
+        is_batch = array.ndim > 3 or array.dtype.kind in "OU"  # names of files
         if array.ndim == 3 and array.shape[2] not in (1, 3, 4):  # gray images, unless (C, H, W)
             is_batch = not array.shape[0] == network.image_shape[2] == 3
         given = array if is_batch else [array]
     given = list(given)
-    if given and all(isinstance(each, str | os.PathLike) for each in given):
+    files = [isinstance(each, str | os.PathLike) for each in given]
+    if any(files):
+        if not all(files):
+            raise UsageError("files among arrays: give files only, or arrays only")
         return Images(network, list_images(given))
     arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in given]
     return Images(network, arrays)

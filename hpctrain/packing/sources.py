@@ -208,6 +208,8 @@ def _list_archive(
             else:
                 rows[name] = len(fields) // 4
                 fields.extend(place)
+    except MemoryError:
+        raise
     except Exception as error:  # of many types, for corrupt archives
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of `unzipped`
             raise
