@@ -333,8 +333,9 @@ class History:
 
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation: nothing is recorded then."""
-        steps = [record["seconds"]["total"] for record in self._recent]
-        return max([*steps, *(each["seconds"] for each in self.evaluated.values())], default=0.0)
+        steps = [record.get("seconds", {}).get("total", 0.0) for record in self._recent]
+        evaluations = [each.get("seconds", 0.0) for each in self.evaluated.values()]
+        return max([*steps, *evaluations], default=0.0)
 
     def seconds_left(self) -> float | None:
         """Estimate the seconds to the last step, at the pace of this launch; None if unknown."""

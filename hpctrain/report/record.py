@@ -99,6 +99,11 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     },
 }
 
+NEEDED = {  # fields without which a record cannot be read, by kind
+    **{"step": {"step"}, "epoch": {"epoch"}, "evaluation": {"step", "split"}},
+    **{"note": {"text"}, "digest": {"step", "digest"}, "end": {"status"}},
+}
+
 
 def fields_marked(kind: str, mark: str) -> list[str]:
     """Return the fields of a kind for which `mark`, a flag of `Field`, is set."""
@@ -286,13 +291,16 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_record(line: bytes | str) -> dict[str, Any]:
-    """Parse a line. Raises ValueError if it is no JSON object with a kind and a time."""
+    """Parse a line. Raises ValueError if it is no JSON object with a kind, a time and `NEEDED`."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
     if not isinstance(record, dict) or not {"kind", "time"} <= record.keys():
         raise ValueError("no JSON object with a kind and a time")
+    datetime.fromisoformat(str(record["time"]))
+    if missing := NEEDED.get(str(record["kind"]), set()) - record.keys():
+        raise ValueError(f"a record of this kind lacks {min(missing)}")
     return record
 
 

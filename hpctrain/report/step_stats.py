@@ -52,9 +52,9 @@ class Costs:
     def add(self, step: Mapping[str, Any]) -> None:
         """Add one step, by its record."""
         self._steps += 1
-        self._rows += step["rows"]
-        self._seconds.update(step["seconds"])
-        self._slowest[step["slowest_rank"]] += 1
+        self._rows += step.get("rows", 0)
+        self._seconds.update(step.get("seconds", {}))
+        self._slowest[step.get("slowest_rank", 0)] += 1
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the record's end; empty if there were no steps.

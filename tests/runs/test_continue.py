@@ -176,6 +176,11 @@ def damage_a_step(lines):
     return [*lines[:place], b"\0" * 40 + b"\n", *lines[place + 1 :]]
 
 
+def rename_a_field(lines):
+    place = place_of(lines, "step", step=5)
+    return [*lines[:place], lines[place].replace(b'"step":', b'"stdp":'), *lines[place + 1 :]]
+
+
 def lose_a_validation(lines):
     return lines[: place_of(lines, "evaluation")]
 
@@ -190,6 +195,7 @@ def lose_steps(lines):
     ("how", "damage", "lost"),
     [
         ({"leave": 5, "checkpoint_every": "2steps"}, damage_a_step, "steps that were done: 5-6"),
+        ({"leave": 5, "checkpoint_every": "2steps"}, rename_a_field, "steps that were done: 5-6"),
         ({"epochs": 1}, lose_a_validation, "the last epoch or validation that was done"),
         ({"leave": 8, "keep_checkpoints": 1}, lose_steps, "steps that were done: 3, 6-9"),
     ],
@@ -201,7 +207,7 @@ def test_what_a_record_lost_is_named_and_nothing_else_is_lost(settings, whole, h
     assert launch(settings).code == 0
     *problem, said, going_on = notes(settings)
     assert (said, going_on) == (f"the record has lost {lost}", f"going on after step {done}")
-    assert bool(problem) == (damage is damage_a_step)
+    assert bool(problem) == (damage in (damage_a_step, rename_a_field))
     assert all("is no line of a record" in text for text in problem)
     if damage is lose_steps:
         assert [r["step"] for r in records(settings, "step")] == [1, 2, 4, 5, *range(10, 15)]

@@ -44,12 +44,14 @@ def runs(tmp_path, monkeypatch):
 @given(data=st.data())
 @settings(max_examples=60)
 def test_no_record_keeps_another_run_from_being_shown(data, tmp_path_factory):
-    """Bytes lost anywhere, and the end: displays show what can be read."""
+    """Bits flipped and bytes lost anywhere, and the end: displays show what can be read."""
     content, runs = bytearray(b"".join(GOOD)), tmp_path_factory.mktemp("runs")
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))
         length = min(data.draw(st.integers(1, 4096)), len(content) - at)
         content[at : at + length] = b"\0" * length
+    for _ in range(data.draw(st.integers(0, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 6))
     bad = make_run(runs / "bad", bytes(content[: data.draw(st.integers(0, len(content)))]))
     good = make_run(runs / "good", *GOOD)
     with watched(bad, good) as page:

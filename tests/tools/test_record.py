@@ -139,7 +139,7 @@ def test_a_torn_last_line_is_skipped_and_cut_off_by_the_next_launch(tmp_path, to
     ("content", "number"),
     [
         *((each, 1) for each in (b"\x89HDF\r\n\x1a\n", b"hello\n", b'{"a": 1}\n', b"[1]\n")),
-        (b'{"kind": "run", "time": ""}\n{"kind": "st\n{"kind": "end"}\n', 2),
+        (b'{"kind": "run", "time": "2026-01-01"}\n{"kind": "st\n{"kind": "end"}\n', 2),
     ],
 )
 def test_what_is_no_record_is_refused_by_file_and_line(tmp_path, content, number):
