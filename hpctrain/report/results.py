@@ -79,8 +79,9 @@ def print_evaluation(
     if confusion is None:
         texts = []
         for error in (metrics["loss"], metrics["noisy"]):
-            ratio = -10 * math.log10(error) if error else math.inf  # peak signal to noise
-            own = f" ({ratio:.1f} dB)" if loss == "mean squared error" else ""  # on [0, 1]
+            own = ""
+            if loss == "mean squared error":  # on [0, 1]: the peak signal-to-noise ratio is known
+                own = f" ({-10 * math.log10(error) if error else math.inf:.1f} dB)"
             texts.append(f"{error:.5f}{own}")
         text = f"{loss} {texts[0]}, of the noisy images {texts[1]}"
     else:
