@@ -105,7 +105,9 @@ class Display:
         self._console.print(styled(line, style, self._console.encoding), soft_wrap=True)
 
     def _draw(self, phase: str = "") -> None:
-        """Draw the bar, with `phase` in place of the remaining time."""
+        """Draw the bar, if there is one, with `phase` in place of the remaining time."""
+        if not self._console.is_terminal:
+            return
         latest, step = self._latest, self._latest.get("step", 0)
         share, ranks = min(step / self._total, 1.0), counted(self._facts["ranks"], "rank")
         before, done = self._name(latest.get("epoch", 1)), f"step {step:,} of {self._total:,}"
@@ -115,8 +117,9 @@ class Display:
         size = min(max(width - len(before) - len(after) - 4, 4), 40)
         full, empty = "━─" if self._console.encoding.startswith("utf") else "#-"
         bar = (full * int(size * share), "bar.complete"), empty * (size - int(size * share))
-        lines = Text.assemble(f"{before}  ", *bar, styled(f"  {after}\n  {below}"))
-        lines.no_wrap, lines.overflow = True, "ellipsis"
+        rest = styled(f"  {after}\n  {below}", "", self._console.encoding)
+        lines = Text.assemble(f"{before}  ", *bar, rest)
+        lines.no_wrap, lines.overflow = True, "crop"  # an ellipsis is not in every encoding
         self._bar.update(lines, refresh=True)
         self._due = time.monotonic() + REDRAW
 
