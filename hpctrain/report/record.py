@@ -131,7 +131,6 @@ class Recorder:
         self, folder: Path | None, progress: str = "auto", tensorboard: bool = False, done: int = 0
     ) -> None:
         self._descriptor = -1  # of the file; -1: nothing is written
-        self._display: Display | None = None
         self._shown: list[Display | EventWriter] = []
         self._buffered: list[dict[str, Any]] = []
         self._due = 0.0  # when steps are written next
@@ -149,8 +148,7 @@ class Recorder:
         if progress != "none":
             from hpctrain.report.display import Display  # imports rich
 
-            self._display = Display(folder, progress)
-            self._shown.insert(0, self._display)
+            self._shown.insert(0, Display(folder, progress))
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Record the fields of one kind in ``FIELDS`` at this time, and return the record.
@@ -165,12 +163,14 @@ class Recorder:
         elif kind == "step":
             self._costs.add(fields)
         record = {"kind": kind, "time": time.time(), **fields}
-        if self._descriptor >= 0:
-            self._buffered.append(record)
-            if kind != "step" or time.monotonic() >= self._due:
-                self.flush()
-        for each in self._shown:
-            each.write(record)
+        try:
+            if self._descriptor >= 0:
+                self._buffered.append(record)
+                if kind != "step" or time.monotonic() >= self._due:
+                    self.flush()
+        finally:  # shown even if the disk is full
+            for each in self._shown:
+                each.write(record)
         return record
 
     def note(self, text: str) -> None:
@@ -179,8 +179,8 @@ class Recorder:
 
     def phase(self, text: str) -> None:
         """Show current work other than steps on the live bar only."""
-        if self._display is not None:
-            self._display.write({"kind": "phase", "text": text})
+        for each in self._shown:
+            each.write({"kind": "phase", "text": text})
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
         """Record how the run ended ("done", "stopped", ...) and how its time was spent."""
@@ -219,7 +219,7 @@ class Recorder:
         with ExitStack() as stack:  # closes all of them, even if one fails
             for each in self._shown:
                 stack.callback(each.close)
-            self._display, self._shown = None, []
+            self._shown = []
             self.flush(last=True)
 
     def __enter__(self) -> Recorder:
