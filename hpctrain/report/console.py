@@ -47,7 +47,7 @@ def styled(text: str, style: str = "", encoding: str = "utf-8") -> Text:
     return Text(printable(text, encoding), style)
 
 
-def make_console(live: bool | None = None, **options: Any) -> Console:
+def make_console(live: bool | None = None) -> Console:
     """Make a console as wide as the output; if `live`, in colour and with displays that change.
 
     By default it is live if a terminal shows the output. ``isatty`` does not decide this: mpirun
@@ -55,7 +55,7 @@ def make_console(live: bool | None = None, **options: Any) -> Console:
     """
     live = terminal_columns() is not None if live is None else live
     live = live and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return Console(width=output_width(), force_terminal=live, force_jupyter=False, **options)
+    return Console(width=output_width(), force_terminal=live, force_jupyter=False)
 
 
 def output_width() -> int:

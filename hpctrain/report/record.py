@@ -48,7 +48,7 @@ class Field(NamedTuple):
     """The values of a field, each of which may be null, and the commands that use them."""
 
     type: type  # int, float, str or bool
-    is_object: bool = False  # an object of such values by name: seconds by phase, rows by split
+    is_object: bool = False  # an object of such values by name: seconds by phase, shares by phase
     deterministic: bool = False  # equal runs record equal values: ``compare`` compares them
     scalar: bool = False  # shown by TensorBoard
 

@@ -45,6 +45,7 @@ class WatchedRun:
         self.history = History(folder, "sampled")
         self._lock = threading.RLock()  # of the history
         self._seen: dict[str, tuple[Any, float]] = {}  # states, and since when
+        self._curves: tuple[int, Curves] = -1, {"loss": {}, "accuracy": {}}
         self._outcome, self._looked = Outcome(), -math.inf  # the last search for the reason
         self.state = self._describe("waiting", "not read yet")
 
@@ -136,17 +137,19 @@ class WatchedRun:
         except Failure as error:
             return str(error)
 
-    def curves(self) -> Curves:
-        """Return the curves of the loss and of the accuracy; none while a long record is read."""
-        found: Curves = {"loss": {}, "accuracy": {}}
+    def curves(self) -> tuple[int, Curves]:
+        """Return the curves of loss and accuracy, and their version; in a poll the last ones."""
         if self._lock.acquire(timeout=0.1):
             try:
-                for name, split in product(found, ("training", *self.history.evaluated)):
-                    if points := self.history.curve(name, split):
-                        found[name][split] = points
+                if self._curves[0] != self.history.version:
+                    found: Curves = {"loss": {}, "accuracy": {}}
+                    for name, split in product(found, ("training", *self.history.evaluated)):
+                        if points := self.history.curve(name, split):
+                            found[name][split] = points
+                    self._curves = self.history.version, found
             finally:
                 self._lock.release()
-        return found
+        return self._curves
 
 
 def facts(history: History, costs: Record) -> Iterator[str]:
@@ -154,7 +157,8 @@ def facts(history: History, costs: Record) -> Iterator[str]:
     step, known, best = history.step, history.facts, history.best_validation()._asdict()
     if step:
         epochs, steps = known.get("epochs"), history.total_steps
-        yield f"epoch {step.get('epoch')} of {epochs}, step {step['step']:,} of {steps or 0:,}"
+        total = f"{steps:,}" if steps else "?"
+        yield f"epoch {step.get('epoch')} of {epochs or '?'}, step {step['step']:,} of {total}"
     for name, record in {"training": step, **history.evaluated, "best validation": best}.items():
         if text := figures(record):
             yield f"{name} {' '.join(text.split())}"
@@ -213,7 +217,8 @@ class WatchedRuns:
     def follow(self) -> None:
         """Poll every `POLL_EVERY` seconds: what a thread does."""
         while True:
-            self.poll()
+            with suppress(OSError):  # such as a file server that does not answer: later
+                self.poll()
             time.sleep(POLL_EVERY)
 
     def poll(self) -> None:

@@ -13,9 +13,10 @@ import sys
 import termios
 import tty
 from threading import Thread
+from typing import Literal
 
+from rich.cells import cell_len
 from rich.live import Live
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +32,7 @@ NAME_WIDTH = 24  # columns of a name or a setting, at most
 STYLES = {"running": "green", "done": "blue", "failed": "bold red", "silent": "bold yellow"}
 COLORS = {"training": "cyan", "validation": "orange", "test": "green"}
 MOVES = {"j": 1, "\t": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1, "\x1b[Z": -1}
+NO_RUN = "no run has begun yet"
 KEYS = "j k select   o sort   S stop   q quit"
 
 
@@ -49,11 +51,11 @@ def main(settings: WatchConfig) -> int:
         from hpctrain.watch.web import serve
 
         return serve(runs, settings.port)
-    if not runs.all:
-        say("no run has begun yet")
-        return 0
     if console.is_terminal and sys.stdin.isatty() and settings.targets and not settings.once:
         return show(runs)
+    if not runs.all:
+        say(NO_RUN)
+        return 0
     runs.poll()
     columns, rows = shown = runs.table()
     if console.is_terminal:
@@ -76,12 +78,14 @@ def show(runs: WatchedRuns) -> int:
     try:
         tty.setcbreak(sys.stdin)
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while runs.all and "q" not in keys:
+            while "q" not in keys:
                 columns, rows = shown = runs.table(sort)
-                order = [row["key"] for row in rows]
+                order = [row["key"] for row in rows] or [""]
                 at = order.index(chosen) if chosen in order else 0
-                curves = runs.all[order[at]].curves()
-                live.update(render(console, shown, at, curves, message), refresh=True)
+                screen: Table | Text = Text(NO_RUN)
+                if run := runs.all.get(order[at]):
+                    screen = render(console, shown, at, run.curves()[1], message)
+                live.update(screen, refresh=True)
                 ready = select.select([sys.stdin], [], [], pause)[0]
                 text = os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
                 keys = re.findall(r"\x1b\[.|.|\n", text) or ["q"] * len(ready)  # q: hung up
@@ -89,7 +93,8 @@ def show(runs: WatchedRuns) -> int:
                 for _ in range(keys.count("o")):
                     sort = 0 if sort is None else (sort + 1) % len(columns)
                 if keys:
-                    message = runs.all[chosen].stop() if "S" in keys else KEYS
+                    run = runs.all.get(chosen)  # it may have been moved away
+                    message = run.stop() if run and "S" in keys else KEYS
                 pause = REDRAW_EVERY
     except KeyboardInterrupt:
         pass
@@ -116,15 +121,17 @@ def render(console: Console, shown: Shown, at: int, curves: Curves, message: str
 def table_of(console: Console, shown: Shown, chosen: State | None = None) -> Table:
     """Return a table of the leading columns that fit in the width of the console."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in shown[0]:
-        table.add_column(title, no_wrap=True, max_width=NAME_WIDTH, justify="right")
-    table.columns[0].justify = table.columns[1].justify = "left"
+    room = console.width + 2  # no space after the last column
+    for title, *cells in zip(shown[0], *(row["cells"] for row in shown[1]), strict=True):
+        texts = [title, *(printable(text, newlines=False) for text, _ in cells)]
+        room -= min(max(map(cell_len, texts)), NAME_WIDTH) + 2
+        if room < 0 and table.columns:
+            break
+        side: Literal["left", "right"] = "left" if len(table.columns) < 2 else "right"
+        table.add_column(title, no_wrap=True, max_width=NAME_WIDTH, justify=side)
     for row in shown[1]:
         style = "reverse" if row is chosen else STYLES.get(row["status"], "")
-        table.add_row(*(text for text, _ in row["cells"]), style=style)
-    unlimited = console.options.update(max_width=10_000)
-    while Measurement.get(console, unlimited, table).maximum > console.width:
-        table.columns.pop()
+        table.add_row(*(text for text, _ in row["cells"][: len(table.columns)]), style=style)
     return table
 
 

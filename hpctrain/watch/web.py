@@ -35,7 +35,9 @@ def serve(runs: WatchedRuns, port: int) -> int:
     with server, suppress(KeyboardInterrupt):
         port = server.server_port
         say(f"http://{ADDRESS}:{port}/?token={server.token}")
-        say(f"from your own machine, first: ssh -L {port}:{ADDRESS}:{port} {socket.getfqdn()}")
+        host = socket.getfqdn()
+        host = socket.gethostname() if host.startswith("localhost") else host
+        say(f"from your own machine, first: ssh -L {port}:{ADDRESS}:{port} {host}")
         say("Ctrl-C ends the page, not the runs")
         server.serve_forever()
     return 0
@@ -69,7 +71,8 @@ class Server(ThreadingMixIn, WSGIServer):
             columns, rows = self._runs.table(int(query["sort"]) if "sort" in query else None)
             answer = {"columns": columns, "runs": rows}
         elif run and path == "/curves":
-            answer = {"version": run.history.version, "curves": run.curves()}
+            version, curves = run.curves()
+            answer = {"version": version, "curves": curves}
         elif run and (method, path) == ("POST", "/stop"):
             answer = {"text": run.stop()}
         else:
@@ -83,6 +86,8 @@ class Server(ThreadingMixIn, WSGIServer):
 
 class Handler(WSGIRequestHandler):
     """Handles one request."""
+
+    timeout = 30  # seconds to wait for it: no one holds threads without the token
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, because URLs contain the token."""

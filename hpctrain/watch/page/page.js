@@ -1,4 +1,4 @@
-// Requests the data of all runs every second, and the curves that changed; draws with uPlot.
+// Requests the data of all runs every two seconds, and the curves that changed; draws with uPlot.
 const token = new URLSearchParams(location.search).get("token");
 const HUES = ["#1f77d0", "#d1651a", "#2a9d4a", "#b5379b", "#c9a100", "#0fa3a3", "#d33f49", "#7a5fd0"];
 const GREY = "#77818e", FAINT = "#77818e40"; // for a light and a dark page
@@ -133,5 +133,5 @@ function draw() {
 document.oninput = window.onresize = draw;
 (async function follow() {
   if (!document.hidden) await update();
-  setTimeout(follow, 1000);
+  setTimeout(follow, 2000);
 })();
