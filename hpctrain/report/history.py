@@ -1,8 +1,8 @@
 """The history of a run, read from its record: launches, steps, epochs, evaluations, outcome.
 
-`History.read` reads a record once, `History.follow` while it grows. All commands that show or resume
-runs read the record through it. How a launch ended is decided here alone (`History.outcome`): by
-its end record, else by the heartbeats of its ranks.
+`History.read` reads a record once, `History.follow` while it grows. All commands that show or
+resume runs read the record through it. How a launch ended is decided here alone
+(`History.outcome`): by its end record, else by the heartbeats of its ranks.
 """
 
 from __future__ import annotations
