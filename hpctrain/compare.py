@@ -31,7 +31,7 @@ from hpctrain.training.checkpoint import newest
 
 Tensors = dict[str, torch.Tensor]
 #: Not compared, since a run is equal without them; the plan has the learning rate.
-FREE = ("run", "runs_dir", "progress", "tensorboard", "settings", "chosen", "lr")
+NOT_COMPARED = ("run", "runs_dir", "progress", "tensorboard", "settings", "chosen", "lr")
 MOST_TENSORS, MOST_BARS = 30, 1000  # shown at most
 
 
@@ -119,9 +119,10 @@ def _exact_fields(
     records: list[Record], digested: set[tuple[int, str]]
 ) -> Iterator[tuple[float, str, str, Any]]:
     """Yield step, kind, name and value of what equal runs record; digests only at `digested`."""
+    last = {_place(record): record for record in records}  # a run may end twice after one step
     for record in records:
         place = step, kind = _place(record)
-        if kind not in ("digest", "end") or place in digested:
+        if kind not in ("digest", "end") or (place in digested and last[place] is record):
             for name in fields_marked(kind, "deterministic"):
                 yield step, kind, name, record.get(name)
 
@@ -139,7 +140,7 @@ def _settings(folders: list[Path]) -> Iterator[str]:
             yield f"settings: {path} is corrupt: {error}"
             return
     a, b = both
-    names = [name for name in a if a[name] != b.get(name) and name not in FREE]
+    names = [name for name in a if a[name] != b.get(name) and name not in NOT_COMPARED]
     texts = (f"{name} {brief(a[name], 40)} and {brief(b.get(name), 40)}" for name in names)
     yield from [f"settings that differ: {'; '.join(texts)}"] if names else []
 
