@@ -225,6 +225,7 @@ def ask(*command: str, within: float | None = None, **variables: str) -> str:
             capture_output=True,
             text=True,
             timeout=within,
+            start_new_session=True,  # Ctrl-C is not for it
         )
     except OSError as error:
         raise RunError(f"{command[0]}: {error.strerror}") from error

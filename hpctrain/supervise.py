@@ -177,7 +177,7 @@ class Supervisor:
         """Launch the run once, and wait for its end; signals are passed on as `launch.NOTICE`."""
         words, env = self.words, dict(os.environ)
         if self.allocation:
-            words, env = self.allocation.launch(words)
+            words, env = self.allocation.command_and_environment(words)
         if number > 1 or restarts():
             words = [*words, "--resume", "auto"]
         if self.deadline is not None:
@@ -250,7 +250,7 @@ class Allocation:
         self._dead: list[str] = []
         self._failed, self._spares = False, len(nodes) > wanted
 
-    def launch(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    def command_and_environment(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the launch command for the nodes that are left, and its environment.
 
         Without a request of its own, a step gets all GPUs that the job has on its nodes: if it has
@@ -289,16 +289,19 @@ class Allocation:
 def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
     """Return the allocation whose nodes the command's srun uses; None without srun or Slurm.
 
-    Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun.
+    Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun,
+    and RunError if `wanted` is given and scontrol fails.
     """
     nodes, env = [], os.environ
     if Path(words[0]).name == "srun" and (names := env.get("SLURM_JOB_NODELIST")):
         try:
             nodes = ask("scontrol", "show", "hostnames", names).split()
         except RunError as error:
+            if wanted is not None:
+                raise
             tell(f"lost nodes will not be excluded ({error})")
     if wanted is not None and wanted > len(nodes):
-        known = f"srun has {len(nodes)} nodes of a Slurm job; mpirun gets its hosts itself"
+        known = f"the job has {len(nodes)} nodes" if nodes else "it is for srun in a Slurm job"
         raise UsageError(f"--nodes {wanted}: {known}")
     if not nodes:
         return None
@@ -311,6 +314,8 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
             )
     per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")
     tasks = tasks_by_node(f"{per_node}(x{len(nodes)})" if per_node.isdigit() else per_node)
+    if len(tasks) != len(nodes):  # the variable describes another step
+        tasks = len(nodes) * [max(tasks, default=1)]
     return Allocation(nodes, tasks, wanted or len(nodes))
 
 
