@@ -60,6 +60,8 @@ def main(settings: SweepConfig) -> int:
     left = [training for training in trainings if training.status not in FINAL]
     if settings.results and not folder.exists():
         raise UsageError(f"--results: there is no sweep {folder} yet")
+    if settings.results and is_locked(folder):
+        raise UsageError(f"the sweep {folder} is at work: it writes {RESULTS_FILE} itself")
     if not settings.dry_run and (settings.results or not left):
         return conclude(folder, trainings)
     slots = find_slots(settings, networks) if settings.dry_run or not settings.prepare else []
@@ -98,10 +100,12 @@ def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
     """
     file, runs_dir = Path(settings.file), settings.runs_dir
     folder = Path(runs_dir) / (settings.run or file.stem)
+    if file.name == SWEEP_FILE and file.resolve().parent.parent == Path(runs_dir).resolve():
+        file = file.parent  # a sweep's own copy stands for it
     if not file.is_file():
         if file.suffix == ".toml":
             raise UsageError(f"there is no file {file}")
-        named = find_folder(settings.file, runs_dir)
+        named = find_folder(str(file), runs_dir)
         file, folder = named / SWEEP_FILE, folder if settings.run else named
     networks, copy = read_sweep(file), folder / SWEEP_FILE
     if folder.exists() and not (copy.is_file() and copy.read_bytes() == file.read_bytes()):
@@ -238,6 +242,7 @@ class Training:
         command = [*slot.command, f"{self.run}.toml"]
         self.launched = launch.LaunchedRun(self.run, command, env, self.log, slot.cores)
         self.history, self.status, self.reason = self.launched.history, "running", None
+        self.is_stopping = False
 
     def has_ended(self) -> bool:
         """Whether the process has ended; then the status is set, to unfinished if it left."""
@@ -247,17 +252,16 @@ class Training:
         return code is not None
 
     def _outcome(self, code: int) -> tuple[str, str | None]:
-        own = self.launched.outcome().status
-        outcome = self.history.launch.outcome
+        own, outcome = self.launched.outcome(), self.history.launch.outcome
         output = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-        if own == "done" or (code == 0 and outcome.status == "done"):
+        if own.status == "done" or (code == 0 and outcome.status == "done"):
             return "done", outcome.reason
-        if own == "stopped":
-            return "stopped", outcome.reason
+        if own.status == "stopped":
+            return "stopped", own.reason
         if self.launched.is_notified or code == LEFT:  # it saved, was killed, or fails again
-            return "unfinished", outcome.reason
-        if own == "failed":
-            return "failed", outcome.reason or launch.last_error_line(output)
+            return "unfinished", own.reason
+        if own.status == "failed":
+            return "failed", own.reason or launch.last_error_line(output)
         if code < 0:
             return "failed", f"ended by signal {-code} ({signal.Signals(-code).name})"
         return "failed", launch.last_error_line(output) if code else "it ended without a record"
@@ -279,10 +283,12 @@ class Training:
 
 def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
     """Return all networks of a sweep. With `retry`, those that have failed are unfinished."""
-    known: dict[str | None, dict[str, str]] = {}
-    if (path := folder / RESULTS_FILE).exists():
-        with open(path, newline="", encoding="utf-8") as file:
-            known = {row.get("name"): row for row in csv.DictReader(file)}
+    known: dict[str, dict[str, str]] = {}
+    with (
+        suppress(OSError, KeyError, ValueError, csv.Error),  # not there, or changed by others
+        open(folder / RESULTS_FILE, newline="", encoding="utf-8-sig") as file,
+    ):
+        known = {row["name"]: row for row in csv.DictReader(file)}
     return [Training(folder, each, known.get(each.name, {}), retry) for each in networks]
 
 
@@ -318,7 +324,8 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
             for training in running if ending else ():
                 if ending != STOP_FILE:
                     training.launched.notify()
-                elif training.run.is_dir():  # else it has just begun
+                elif training.run.is_dir() and not training.is_stopping:  # else it has just begun
+                    training.is_stopping = True
                     request_stop(training.run)
             if launch.is_repeated(signals):
                 launch.end(*(training.launched.process for training in running))

@@ -44,8 +44,9 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
     """
     tables = load_toml(str(path))
     for key, content in tables.items():
-        if not isinstance(content, TABLES.get(key, NoneType)):
-            raise UsageError(f"{path}: {key} is none of the tables [base], [grid] and [[variant]]")
+        is_table = isinstance(content, TABLES.get(key, NoneType))
+        if not is_table or (key == "variant" and not all(isinstance(t, dict) for t in content)):
+            raise UsageError(f"{path}: {key}: write tables [base] and [grid], and [[variant]]")
     grid, variants = tables.get("grid", {}), tables.get("variant", [])
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
