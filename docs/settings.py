@@ -42,9 +42,10 @@ def values(field: dataclasses.Field, meaning: str, settings: type[Settings]) -> 
     if needs := field.metadata["needs"]:
         yield f"needs `{needs}`"
     for first, other, _ in settings.exclude:
-        flag, _, value = first.partition(" ")
-        if flag == flag_of(field.name):
-            yield f"{f'`{value}` ' if value else ''}not with `{other}`"
+        for one, another in ((first, other), (other, first)):
+            flag, _, value = one.partition(" ")
+            if flag == flag_of(field.name):
+                yield f"{f'`{value}` ' if value else ''}not with `{another}`"
     if field.name == "trust_code":
         yield COMMAND_LINE
 
@@ -61,7 +62,7 @@ def row(field: dataclasses.Field, settings: type[Settings]) -> str:
     if field.metadata["required"]:
         default = "required"
     elif isinstance(field.default, bool):
-        default = "on" if field.default else "off"
+        meaning, default = field.metadata["help"], "on" if field.default else "off"
     elif field.default not in (None, ()):
         default = str(field.default)
     cells = [name_of(field), default, meaning, "; ".join(values(field, meaning, settings))]
@@ -74,7 +75,7 @@ def page() -> str:
     text, seen = HEAD, set()
     for name, command in COMMANDS.items():
         heading, table, known = "", "", []
-        for field in dataclasses.fields(command.settings):
+        for field in command.settings.options():
             line = row(field, command.settings)
             heading = field.metadata["group"] or heading
             if line in seen:

@@ -38,17 +38,19 @@ def option(
     positional: bool = False,
     needs: str = "",
     group: str = "",
+    shared: bool = False,
 ) -> Any:
     """Return a dataclass field that is also an option; its type, or Literal choices, are hints.
 
     An option whose default is ``...`` is a word that the command line must give. `check` is the
     interval of a number, such as "[0, 1)", or a function that raises ValueError for a wrong value.
     `needs` is another option, such as "--images" or "--final ema", without which this one has no
-    meaning. `group` is the heading, in the help, of this option and those after it.
+    meaning. `group` is the heading, in the help, of this option and those after it. Options that
+    several subcommands share (`shared`) come last.
     """
     required = default is ...
     metadata = dict(help=help, check=check, needs=needs, group=group, required=required)
-    metadata["positional"] = positional or required
+    metadata |= {"positional": positional or required, "shared": shared}
     return dataclasses.field(default=None if required else default, metadata=metadata)
 
 
@@ -85,6 +87,11 @@ class Settings:
                 text = f"{flag_of(field.name)} {brief(value) or repr(value)}: {error}"
                 raise UsageError(text) from None
             object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def options(cls) -> list[dataclasses.Field[Any]]:
+        """Return the fields in the order of the help."""
+        return sorted(dataclasses.fields(cls), key=lambda field: bool(field.metadata["shared"]))
 
     def table(self) -> dict[str, Any]:
         """Return the settings as TOML and JSON have them, with texts as they were given."""
@@ -204,7 +211,8 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
 def to_toml(table: Mapping[str, Any]) -> str:
     """Return a table of bools, numbers and texts as TOML, which writes them as JSON does."""
     texts = {n: json.dumps(v, ensure_ascii=False) for n, v in table.items() if v is not None}
-    return "".join(f"{name} = {text}\n" for name, text in texts.items())
+    lines = (f"{name} = {text}\n" for name, text in texts.items())
+    return "".join(lines).replace("\x7f", "\\u007f")  # which TOML, unlike JSON, does not allow
 
 
 def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str]) -> S:
@@ -265,7 +273,7 @@ def make_parser(name: str, summary: str, kind: type[Settings]) -> argparse.Argum
     if kind.trust_flag:
         parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     group, words = cast(Any, parser), []
-    for field in dataclasses.fields(kind):
+    for field in kind.options():
         if heading := field.metadata["group"]:
             group = parser.add_argument_group(heading)
         text, default = field.metadata["help"], "on" if field.default is True else field.default

@@ -36,18 +36,22 @@ def check_no_time(every: Every) -> None:
 class Runs(Settings):
     """Settings of the subcommands that find runs."""
 
-    runs_dir: str = option("folder of all runs", "runs")
+    runs_dir: str = option("folder of all runs", "runs", group="Shared", shared=True)
 
 
 class OnRanks(Runs):
     """Settings of the subcommands that compute on all ranks."""
 
-    cache_dir: str = option(*CACHE_DIR)
-    device: Literal["auto", "cpu", "cuda"] = option("compute on this device", "auto")
+    cache_dir: str = option(*CACHE_DIR, shared=True)
+    device: Literal["auto", "cpu", "cuda"] = option("compute on this device", "auto", shared=True)
     threads: int | None = option(
-        "CPU threads per rank; default: allowed cores / ranks, deterministic 1", check="[1, 1024]"
+        "CPU threads per rank; default: allowed cores / ranks, when training --deterministic 1",
+        check="[1, 1024]",
+        shared=True,
     )
-    hang_timeout: Seconds = option("abort all ranks after so long without progress", Seconds("30m"))
+    hang_timeout: Seconds = option(
+        "abort all ranks after so long without progress", Seconds("30m"), shared=True
+    )
 
 
 class Config(OnRanks):
@@ -103,7 +107,9 @@ class Config(OnRanks):
         "auto",
     )
     random_crop: float = option(
-        "random resized crops of at least this share, aspects 3/4 to 4/3; JPEG packs", 0.0, "[0, 1]"
+        "random resized crops of at least this share of the area, aspects 3/4 to 4/3; JPEG packs",
+        0.0,
+        "[0, 1]",
     )
     augment: str | None = option("your module:function of images (n, C, H, W) and torch.Generator")
     images: str | None = option(
@@ -135,7 +141,9 @@ class Config(OnRanks):
     noise: Literal["salt-pepper", "gaussian"] = option("noise of --task denoise", "salt-pepper")
     noise_level: float = option("share of salt-pepper values, std of gaussian noise", 0.1, "(0, 1]")
     init: str | None = option("start from weights of a run, or a .safetensors, .pth or .pt file")
-    freeze: Patterns | None = option("freeze parameters, batch-norm statistics, as in bn1,layer*")
+    freeze: Patterns | None = option(
+        "parameters to freeze, as in bn1,layer*; frozen batch norm keeps its statistics"
+    )
     small_stem: bool = option("start ResNets with a 3x3 convolution, no pooling", False)
     batch_norm: Literal["exact", "running", "average"] = option(
         "running statistics of batch norm: exact = of the pooled batch; running = each shard's,"
@@ -144,7 +152,8 @@ class Config(OnRanks):
     )
     momentum: float = option("momentum of sgdm", 0.9, "[0, 1)", group="Optimizer")
     scale_lr: Literal["none", "linear", "sqrt"] = option(
-        "scale --lr by batch size / --batch-per-rank (or default): linear, for adam sqrt", "none"
+        "scale --lr by batch size / --batch-per-rank (or the default batch): linear, for adam sqrt",
+        "none",
     )
     warmup_epochs: float | None = option(
         "epochs of linear warm-up; default: 5 with --scale-lr", check="[0, inf)"
@@ -154,7 +163,9 @@ class Config(OnRanks):
         "no weight decay for normalization (norm), biases (bias) or names, as in norm,*pos_embed",
         needs="--weight-decay",
     )
-    lr_factors: Factors | None = option("multiply --lr by name, as in layer*=0.1,fc=1; last wins")
+    lr_factors: Factors | None = option(
+        "multiply --lr for parameters by name, as in layer*=0.1,fc=1; the last match counts"
+    )
     schedule: Literal["constant", "cosine", "step", "one-cycle"] = option(
         "schedule of the learning rate", "constant"
     )
@@ -210,7 +221,8 @@ class Config(OnRanks):
         "interval, such as 10m, 2epochs or 500steps; 0 = only at the end", Every("10m")
     )
     resume: Literal["auto", "never", "must"] = option(
-        "run of this name: auto = resume; never = fail if there; must = fail if not there", "auto"
+        "run of this name: auto = resume it; never = fail if there is one; must = if there is none",
+        "auto",
     )
     time_limit: Seconds | None = option("save and exit (75) within this time; default: Slurm job's")
     test: bool = option("evaluate the test split at the end, also after a stop", True)
