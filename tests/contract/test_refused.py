@@ -313,6 +313,10 @@ CONTINUED = """
 --epochs 3 --data like_three.h5 | begun pack
 --batch-size 7 | done --batch-size 7
 --seed 1 | done --seed 1
+--class-weights balanced | done --class-weights
+--freeze conv1 | done --freeze
+--clip-norm 1 | done --clip-norm
+--final ema --ema 0.9 | done --ema
 --run begun --epochs 1 | begun --epochs 1 2
 """
 OWN = {

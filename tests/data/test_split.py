@@ -240,6 +240,8 @@ def test_a_damaged_sample_is_named_whenever_it_is_read(tmp_path):
             bad = {}
             split.gather(np.arange(ROWS), np.empty((ROWS, *SHAPE), np.uint8), bad=bad)
             assert bad.keys() == {31}
+    with hp.Split(pack, "train", verify=False) as split:
+        split.gather(np.array([31]), np.empty((1, *SHAPE), np.uint8))  # as it lies
 
 
 @pytest.mark.parametrize("order", ["partition", "global"])
