@@ -29,9 +29,8 @@ from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import Answer, Inference, find_model, require_split
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel import mpi
-from hpctrain.parallel.device import torch_settings
+from hpctrain.parallel.device import choose_device, keep_memory, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
-from hpctrain.parallel.transport import open_device
 from hpctrain.report import results
 from hpctrain.report.record import without_nonfinite
 from hpctrain.tasks import ANSWERS, TAKEN, import_own
@@ -147,9 +146,10 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
     from hpctrain.inference.trained import TrainedNetwork  # imports Pillow
 
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
-    device = open_device(comm, settings.device)
+    keep_memory()
     torch.set_num_threads(settings.threads or mpi.fair_threads(comm))  # launchers set 1 or all
     with on_all(comm):
+        device = choose_device(settings.device, mpi.comm_of_host(comm).rank)
         network = TrainedNetwork(path, device, settings.trust_code)
     task, rows = network.inference.task, settings.batch_size or network.inference.rows
     task = replace(task, precision=settings.precision or task.precision)

@@ -238,3 +238,17 @@ def library() -> str:
     """Return name and version of the MPI library: "Open MPI v5.0.11", "MPICH Version: 5.0.2"."""
     line = MPI.Get_library_version().splitlines()[0].split(", package")[0]
     return " ".join(line.rstrip("\0 ,").split())
+
+
+def is_gpu_aware(rocm: bool) -> bool:
+    """Ask MPI whether it takes memory of CUDA's or ROCm's devices. True if it does not tell.
+
+    Open MPI and MPICH have the first function, Cray's and older MPICHs the second.
+    """
+    mpi, answer = ctypes.CDLL(MPI.__file__), ctypes.c_int(1)
+    platform, kind = ("rocm", 2) if rocm else ("cuda", 0)  # MPIX_GPU_SUPPORT_...
+    if ask := getattr(mpi, f"MPIX_Query_{platform}_support", None):
+        return bool(ask())
+    if ask := getattr(mpi, "MPIX_GPU_query_support", None):
+        ask(kind, ctypes.byref(answer))
+    return bool(answer.value)

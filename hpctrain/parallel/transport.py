@@ -19,13 +19,11 @@ import torch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.device import (
     RankDevice,
-    choose_device,
     choose_transport,
-    keep_memory,
     nccl_version,
     zeros_for_messages,
 )
-from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, comm_of_host, library, on_all
+from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, is_gpu_aware, library, on_all
 from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
 
@@ -147,7 +145,7 @@ class DeviceMemory(HostMemory):
         """
         advice = f"--reduce mpi-gpu: {library()} {{}}; --reduce host works with any MPI"
         with on_all(self.comm):
-            if not is_gpu_aware():
+            if not is_gpu_aware(rocm=bool(torch.version.hip)):
                 raise UsageError(advice.format("is not GPU-aware"))
         vector = zeros_for_messages(16, torch.float32, device).fill_(self.comm.rank)
         self.allreduce(vector)
@@ -297,15 +295,6 @@ class Nccl(Transport):
             raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
 
 
-def open_device(comm: Comm, requested: str) -> torch.device:
-    """Choose this rank's device. Collective. Raises UsageError on all ranks as `choose_device`."""
-    local_rank = comm_of_host(comm).rank
-    with on_all(comm):
-        device = choose_device(requested, local_rank)
-    keep_memory()
-    return device
-
-
 def open_transport(comm: Comm, device: torch.device, wanted: str) -> Transport:
     """Open the transport for messages on `device`, according to --reduce. Collective.
 
@@ -325,17 +314,3 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> Transport:
     if isinstance(transport, DeviceMemory):
         transport.check(device)
     return transport
-
-
-def is_gpu_aware() -> bool:
-    """Ask MPI whether it takes the memory of torch's GPUs. True if it does not tell.
-
-    Open MPI and MPICH have the first function, Cray's and older MPICHs the second.
-    """
-    mpi, answer = ctypes.CDLL(MPI.__file__), ctypes.c_int(1)
-    platform, kind = ("rocm", 2) if torch.version.hip else ("cuda", 0)  # MPIX_GPU_SUPPORT_...
-    if ask := getattr(mpi, f"MPIX_Query_{platform}_support", None):
-        return bool(ask())
-    if ask := getattr(mpi, "MPIX_GPU_query_support", None):
-        ask(kind, ctypes.byref(answer))
-    return bool(answer.value)

@@ -27,7 +27,7 @@ from hpctrain.models import InitialWeights, build, check_forward, load_init, rea
 from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.device import place
+from hpctrain.parallel.device import choose_device, keep_memory, place
 from hpctrain.parallel.mpi import (
     Comm,
     check_equal_on_all,
@@ -36,7 +36,7 @@ from hpctrain.parallel.mpi import (
     on_all,
     on_root,
 )
-from hpctrain.parallel.transport import open_device, open_transport
+from hpctrain.parallel.transport import open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.tasks import (
     augment_by,
@@ -78,7 +78,9 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         from hpctrain.data.images import decoder_versions  # imports Pillow
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
-    device = open_device(comm, config.device)
+    with on_all(comm):
+        device = choose_device(config.device, comm_of_host(comm).rank)
+    keep_memory()
     threads = cpu_threads(config, fair_threads(comm), begun)
     torch.set_num_threads(threads)  # launchers set 1 or all cores
 

@@ -248,7 +248,7 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Any, stop: bool) -> lis
     """Run cells, with `stop` until one has a problem, and write what each came to, a line each.
     Collective.
     """
-    transport.is_gpu_aware = lambda: True  # the emulated GPU's memory is host memory
+    transport.is_gpu_aware = lambda rocm: True  # the emulated GPU's memory is host memory
     matrix, found = Matrix(folder, comm), []
     for cell in cells:
         started = time.perf_counter()
