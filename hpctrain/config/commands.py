@@ -145,6 +145,8 @@ class PlotConfig(Runs):
 class WatchConfig(Runs):
     """Settings of ``hpctrain watch``: show runs as they train."""
 
+    exclude = (("--once", "--web", "the page is served until Ctrl-C"),)
+
     targets: tuple[str, ...] = option(
         "runs or sweeps, by name or folder; default: list all runs", (), positional=True
     )

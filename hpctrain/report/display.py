@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.live import Live
 from rich.text import Text
@@ -18,6 +18,9 @@ from rich.text import Text
 from hpctrain.report.console import make_console, output_width, styled
 from hpctrain.report.step_stats import shares_text
 from hpctrain.text import counted, discard_stdout, duration, percent, rate, short_number
+
+if TYPE_CHECKING:
+    from hpctrain.report.history import History
 
 Record = Mapping[str, Any]
 BEGAN = {"done": "Done in", "stopped": "Stopped after", "preempted": "Preempted after"}
@@ -186,6 +189,23 @@ def cost_lines(costs: Record) -> Iterator[str]:
     if "slowest_rank" in costs:
         often = percent(costs["slowest_share"])
         yield f"rank {costs['slowest_rank']} was the slowest in {often} of the steps"
+
+
+def state_lines(history: History, costs: Record) -> Iterator[str]:
+    """Yield how far a run is, its last results, how its time is spent, and what trains."""
+    step, known, best = history.step, history.facts, history.best_validation()._asdict()
+    if step:
+        epochs, steps = known.get("epochs"), history.total_steps
+        total = f"{steps:,}" if steps else "?"
+        yield f"epoch {step.get('epoch')} of {epochs or '?'}, step {step['step']:,} of {total}"
+    for name, record in {"training": step, **history.evaluated, "best validation": best}.items():
+        if text := figures(record):
+            yield f"{name} {' '.join(text.split())}"
+    yield from cost_lines(costs)
+    if known:
+        yield f"{known.get('model')}, {counted(known.get('ranks'), 'rank')}, {known.get('device')}"
+    if history.lost:
+        yield f"{counted(history.lost, 'line')} of the record cannot be read: {history.problem}"
 
 
 def _joined(parts: Iterable[str], separator: str = ", ") -> str:

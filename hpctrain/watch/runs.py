@@ -8,28 +8,25 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import Failure, UsageError
 from hpctrain.report import find
-from hpctrain.report.display import cost_lines, figures
-from hpctrain.report.history import History, Metrics, Outcome, Point, metrics_of
-from hpctrain.report.record import Record
+from hpctrain.report.display import state_lines
+from hpctrain.report.history import History, Metrics, Point, metrics_of
 from hpctrain.stop import ask
-from hpctrain.text import counted, duration, percent, rate, rough_duration, short_number
+from hpctrain.text import duration, percent, rate, rough_duration, short_number
 from hpctrain.training.control import STOP_FILE
 from hpctrain.watchdog import BEAT_EVERY, HEARTBEATS, is_gone, read_beat
 
 GRACE = 10.0  # seconds without change that are always tolerated
 OVERDUE = 3.0  # times the longest usual interval, in addition
-FIND_CAUSE_EVERY = 10.0  # seconds between searches for the reason why a run ended
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # in heartbeats
 POLL_EVERY = 2.0  # seconds: 100 runs take 4 % of a core
-COLUMNS = ("run", "status", "done", "left", "validation", "best", "test", "images/s")
+COLUMNS = ("run", "status", "done", "validation", "best", "test", "images/s")
 
 State = dict[str, Any]  # all that is shown of a run but its curves, see `WatchedRun`
 Cell = tuple[str, Any]  # of a table: a text, and the value by which rows are sorted
@@ -45,8 +42,7 @@ class WatchedRun:
         self.history = History(folder, "sampled")
         self._lock = threading.RLock()  # of the history
         self._seen: dict[str, tuple[Any, float]] = {}  # states, and since when
-        self._curves: tuple[int, Curves] = -1, {"loss": {}, "accuracy": {}}
-        self._outcome, self._looked = Outcome(), -math.inf  # the last search for the reason
+        self._curves: tuple[int, Curves] = -1, {}
         self.state = self._describe("waiting", "not read yet")
 
     def poll(self) -> None:
@@ -58,7 +54,6 @@ class WatchedRun:
     def _describe(self, status: str, text: str) -> State:
         history, costs = self.history, self.history.costs()
         step, steps = history.step.get("step", 0), history.total_steps
-        left = history.seconds_left() if status in ("running", "stopping") else None
         last = metrics_of(history.evaluated.get("validation", {}))
         best = history.best(by_accuracy=last.accuracy is not None)
         return {
@@ -72,11 +67,10 @@ class WatchedRun:
                 cell(self.name, str),
                 cell(status, str),
                 cell(step / steps if steps else None, percent),
-                cell(left, duration),
                 *map(metrics_cell, (last, best, history.test)),
                 cell(costs.get("images_per_second"), rate),
             ],
-            "facts": list(facts(history, costs)),
+            "facts": list(state_lines(history, costs)),
             "notes": list(history.notes),
             "settings": history.facts.get("settings") or {},
         }
@@ -86,11 +80,11 @@ class WatchedRun:
 
         Only the first one counts from the time `written` in it, perhaps by another machine's clock.
         """
-        now, age = time.monotonic(), 0.0
-        if what not in self._seen and written:
-            age = max(time.time() - written, 0.0)
-        if what not in self._seen or self._seen[what][0] != state:
-            self._seen[what] = state, now - age
+        now = time.monotonic()
+        if what not in self._seen:
+            self._seen[what] = state, now - max(time.time() - (written or math.inf), 0.0)
+        elif self._seen[what][0] != state:
+            self._seen[what] = state, now
         return now - self._seen[what][1]
 
     def _find_status(self, history: History) -> tuple[str, str]:
@@ -101,18 +95,15 @@ class WatchedRun:
             proposal = find.propose_run(self.folder.name, str(self.folder.parent))
             return "pending", f"waiting for {self.folder}{proposal}"
         record = self._idle("record", history.version, history.launch.latest)
-        if history.launch.outcome.status:
-            return history.launch.outcome.status, history.launch.outcome.line
+        if (ended := history.launch.outcome).status:
+            return ended.status, ended.line
         overdue = GRACE + OVERDUE * history.longest_interval()
         testing = history.step.get("step") == history.total_steps  # all steps are completed
         look = record > overdue / 2 or testing or not history.step
         beat = read_beat(self.folder / HEARTBEATS / "0.json") if look else None
         beaten = self._idle("heartbeat", beat.time, beat.time) if beat else math.inf
-        if beat and (is_gone(beat) or beaten > overdue):
-            if time.monotonic() - self._looked > FIND_CAUSE_EVERY:  # there may be many heartbeats
-                self._looked, self._outcome = time.monotonic(), history.outcome()
-            if self._outcome.status:
-                return self._outcome.status, self._outcome.line
+        if beat and (is_gone(beat) or beaten > overdue) and (ended := history.outcome()).status:
+            return ended.status, ended.line
         if beaten > GRACE + OVERDUE * max(BEAT_EVERY, (history.facts.get("ranks") or 1) / 20):
             beat = None
         if record > overdue and (beat is None or beat.doing.startswith(IN_STEP)):
@@ -120,12 +111,13 @@ class WatchedRun:
             return "silent", f"silent for {rough_duration(record)}{where}"
         if (self.folder / STOP_FILE).is_file():
             return "stopping", "asked to stop"
-        words = ""
+        status = "running" if history.facts else "waiting"
         if beat and (record > overdue or (testing and "evaluation" in beat.doing)):
-            words = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
-        if not history.facts:
-            return "waiting", words or "not begun yet"
-        return "running", words or ("running" if history.step else "starting")
+            return status, f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
+        if not history.step:
+            return status, "starting" if history.facts else "not begun yet"
+        left = history.seconds_left()
+        return status, f"running, {duration(left)} left" if left else "running"
 
     def stop(self) -> str:
         """Ask the run to stop, unless it has ended. Return a message for the user."""
@@ -141,46 +133,30 @@ class WatchedRun:
         """Return the curves of loss and accuracy, and their version; in a poll the last ones."""
         if self._lock.acquire(timeout=0.1):
             try:
-                if self._curves[0] != self.history.version:
-                    found: Curves = {"loss": {}, "accuracy": {}}
-                    for name, split in product(found, ("training", *self.history.evaluated)):
-                        if points := self.history.curve(name, split):
-                            found[name][split] = points
-                    self._curves = self.history.version, found
+                history, splits = self.history, ("training", *self.history.evaluated)
+                if self._curves[0] != history.version:
+                    found = {
+                        name: {s: points for s in splits if (points := history.curve(name, s))}
+                        for name in ("loss", "accuracy")
+                    }
+                    self._curves = history.version, found
             finally:
                 self._lock.release()
         return self._curves
 
 
-def facts(history: History, costs: Record) -> Iterator[str]:
-    """Yield lines on the last results, on the time of a step, and on what trains."""
-    step, known, best = history.step, history.facts, history.best_validation()._asdict()
-    if step:
-        epochs, steps = known.get("epochs"), history.total_steps
-        total = f"{steps:,}" if steps else "?"
-        yield f"epoch {step.get('epoch')} of {epochs or '?'}, step {step['step']:,} of {total}"
-    for name, record in {"training": step, **history.evaluated, "best validation": best}.items():
-        if text := figures(record):
-            yield f"{name} {' '.join(text.split())}"
-    yield from cost_lines(costs)
-    if known:
-        yield f"{known.get('model')}, {counted(known.get('ranks'), 'rank')}, {known.get('device')}"
-    if history.lost:
-        yield f"{counted(history.lost, 'line')} of the record cannot be read: {history.problem}"
-
-
-def cell(value: Any, text_of: Callable[[Any], str]) -> Cell:
+def cell(value: Any, text_of: Callable[[Any], str], sign: int = -1) -> Cell:
     """Return a cell: large numbers come first, then texts, then what is unknown and thus empty."""
     if value is None:
         return "", (2, 0)
-    return text_of(value), (0, -value) if isinstance(value, int | float) else (1, str(value))
+    return text_of(value), (0, sign * value) if isinstance(value, int | float) else (1, str(value))
 
 
 def metrics_cell(metrics: Metrics) -> Cell:
     """Return the cell of an accuracy, or of a loss where there is no accuracy."""
     if metrics.accuracy is not None:
         return cell(metrics.accuracy, lambda accuracy: f"{100 * accuracy:.2f} %")
-    return short_number(metrics.loss), (2, 0) if metrics.loss is None else (0, metrics.loss)
+    return cell(metrics.loss, short_number, sign=1)
 
 
 class WatchedRuns:
@@ -192,8 +168,8 @@ class WatchedRuns:
         self.all: dict[str, WatchedRun] = {}  # by folder, in the order of the targets
         self._find()
 
-    def table(self, sort: int | None = None) -> Shown:
-        """Return the table as last polled, sorted by a column.
+    def table(self, sort: int = -1) -> Shown:
+        """Return the table as last polled, sorted by the column of this number, if there is one.
 
         The settings that differ between the runs are columns, too; at their default they are empty.
         """
@@ -201,15 +177,10 @@ class WatchedRuns:
         known = [state["settings"] for state in states if state["settings"]]
         names = dict.fromkeys(name for settings in known for name in settings)
         differing = [name for name in names if len({str(each.get(name)) for each in known}) > 1]
-        rows = []
-        for state in states:
-            given = [state["settings"].get(name) for name in differing]
-            own = [
-                cell(value, "{:g}".format if isinstance(value, float) else str) for value in given
-            ]
-            rows.append(state | {"cells": state["cells"] + own})
+        own = [[cell(each["settings"].get(name), str) for name in differing] for each in states]
+        rows = [one | {"cells": one["cells"] + more} for one, more in zip(states, own, strict=True)]
         columns = [*COLUMNS, *differing]
-        if sort is not None and sort < len(columns):
+        if 0 <= sort < len(columns):
             rows.sort(key=lambda row: row["cells"][sort][1])
             columns[sort] += " ↓"
         return columns, rows
@@ -238,8 +209,7 @@ class WatchedRuns:
                 if folder.exists() or Path(target).exists():
                     raise
             folders += find.sweep_runs(folder)
-        folders = list(dict.fromkeys(folders))
-        names = find.distinct_names([folder.absolute() for folder in folders])  # links: their own
         self.all = {str(path): self.all.get(str(path)) or WatchedRun(path) for path in folders}
+        names = find.distinct_names([Path(key).absolute() for key in self.all])  # links: their own
         for run, name in zip(self.all.values(), names, strict=True):
             run.name = name

@@ -12,8 +12,8 @@ import signal
 import sys
 import termios
 import tty
+from contextlib import ExitStack, suppress
 from threading import Thread
-from typing import Literal
 
 from rich.cells import cell_len
 from rich.live import Live
@@ -26,6 +26,7 @@ from hpctrain.report.console import Console, make_console, styled
 from hpctrain.report.find import all_names
 from hpctrain.text import printable, say
 from hpctrain.watch.runs import Curves, Shown, State, WatchedRuns
+from hpctrain.watch.web import serve
 
 REDRAW_EVERY = 2.0  # seconds: a drawing takes 50 ms of a core that others use, too
 NAME_WIDTH = 24  # columns of a name or a setting, at most
@@ -41,30 +42,20 @@ def main(settings: WatchConfig) -> int:
 
     Without names, all runs are listed; with --web, shown.
     """
-    if settings.once and settings.web:
-        raise UsageError("--once and --web exclude each other")
     named = settings.targets or all_names(settings.runs_dir)
     if not named:
         raise UsageError(f"there is no run in {settings.runs_dir}")
     runs, console = WatchedRuns(named, settings.runs_dir), make_console()
     if settings.web:
-        from hpctrain.watch.web import serve
-
         return serve(runs, settings.port)
     if console.is_terminal and sys.stdin.isatty() and settings.targets and not settings.once:
         return show(runs)
-    if not runs.all:
-        say(NO_RUN)
-        return 0
     runs.poll()
-    columns, rows = shown = runs.table()
-    if console.is_terminal:
+    _, rows = shown = runs.table()
+    if rows and console.is_terminal:
         console.print(table_of(console, shown))
         return 0
-    for row in rows:
-        cells = zip(columns, row["cells"], strict=True)
-        texts = [f"{name} {text}" for name, (text, _) in cells if text]
-        line = "  ".join([row["name"], row["text"], *texts[2:], *row["facts"]])
+    for line in ["  ".join([row["name"], row["text"], *row["facts"]]) for row in rows] or [NO_RUN]:
         say(printable(line, newlines=False))
     return 0
 
@@ -73,33 +64,29 @@ def show(runs: WatchedRuns) -> int:
     """Watch until q or Ctrl-C is pressed, or SIGTERM comes."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is restored
     before, console = termios.tcgetattr(sys.stdin), Console()
-    keys, chosen, sort, message, pause = [""], "", None, KEYS, 0.5
+    keys, chosen, sort, message, pause = [""], "", -1, KEYS, 0.5
     Thread(target=runs.follow, daemon=True).start()
-    try:
+    with suppress(KeyboardInterrupt), ExitStack() as stack:
+        stack.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, before)
         tty.setcbreak(sys.stdin)
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while "q" not in keys:
-                columns, rows = shown = runs.table(sort)
-                order = [row["key"] for row in rows] or [""]
-                at = order.index(chosen) if chosen in order else 0
-                screen: Table | Text = Text(NO_RUN)
-                if run := runs.all.get(order[at]):
-                    screen = render(console, shown, at, run.curves()[1], message)
-                live.update(screen, refresh=True)
-                ready = select.select([sys.stdin], [], [], pause)[0]
-                text = os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
-                keys = re.findall(r"\x1b\[.|.|\n", text) or ["q"] * len(ready)  # q: hung up
-                chosen = order[(at + sum(MOVES.get(key, 0) for key in keys)) % len(order)]
-                for _ in range(keys.count("o")):
-                    sort = 0 if sort is None else (sort + 1) % len(columns)
-                if keys:
-                    run = runs.all.get(chosen)  # it may have been moved away
-                    message = run.stop() if run and "S" in keys else KEYS
-                pause = REDRAW_EVERY
-    except KeyboardInterrupt:
-        pass
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+        while "q" not in keys:
+            columns, rows = shown = runs.table(sort)
+            order = [row["key"] for row in rows] or [""]
+            at = order.index(chosen) if chosen in order else 0
+            run = runs.all.get(order[at])
+            screen = run and render(console, shown, at, run.curves()[1], message)
+            live.update(screen or Text(NO_RUN), refresh=True)
+            ready = select.select([sys.stdin], [], [], pause)[0]
+            text = os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
+            keys = re.findall(r"\x1b\[.|.|\n", text) or ["q"] * len(ready)  # q: hung up
+            chosen = order[(at + sum(MOVES.get(key, 0) for key in keys)) % len(order)]
+            if presses := keys.count("o"):
+                sort = (sort + presses) % len(columns)
+            if keys:
+                run = runs.all.get(chosen)  # it may have been moved away
+                message = run.stop() if run and "S" in keys else KEYS
+            pause = REDRAW_EVERY
     return 0
 
 
@@ -127,8 +114,8 @@ def table_of(console: Console, shown: Shown, chosen: State | None = None) -> Tab
         room -= min(max(map(cell_len, texts)), NAME_WIDTH) + 2
         if room < 0 and table.columns:
             break
-        side: Literal["left", "right"] = "left" if len(table.columns) < 2 else "right"
-        table.add_column(title, no_wrap=True, max_width=NAME_WIDTH, justify=side)
+        table.add_column(title, no_wrap=True, max_width=NAME_WIDTH)
+        table.columns[-1].justify = "left" if len(table.columns) < 3 else "right"
     for row in shown[1]:
         style = "reverse" if row is chosen else STYLES.get(row["status"], "")
         table.add_row(*(text for text, _ in row["cells"][: len(table.columns)]), style=style)

@@ -35,9 +35,8 @@ def serve(runs: WatchedRuns, port: int) -> int:
     with server, suppress(KeyboardInterrupt):
         port = server.server_port
         say(f"http://{ADDRESS}:{port}/?token={server.token}")
-        host = socket.getfqdn()
-        host = socket.gethostname() if host.startswith("localhost") else host
-        say(f"from your own machine, first: ssh -L {port}:{ADDRESS}:{port} {host}")
+        tunnel = f"ssh -L {port}:{ADDRESS}:{port} {socket.gethostname()}"
+        say(f"from your own machine, first: {tunnel}")
         say("Ctrl-C ends the page, not the runs")
         server.serve_forever()
     return 0
@@ -68,13 +67,11 @@ class Server(ThreadingMixIn, WSGIServer):
         elif path == "/":
             kind, answer = "text/html", self._page
         elif path == "/data":
-            columns, rows = self._runs.table(int(query["sort"]) if "sort" in query else None)
-            answer = {"columns": columns, "runs": rows}
+            answer = self._runs.table(int(query.get("sort", -1)))
         elif run and path == "/curves":
-            version, curves = run.curves()
-            answer = {"version": version, "curves": curves}
+            answer = run.curves()
         elif run and (method, path) == ("POST", "/stop"):
-            answer = {"text": run.stop()}
+            answer = run.stop()
         else:
             status, answer = "404 Not Found", "there is nothing here"
         start_response(status, [("Content-Type", f"{kind}; charset=utf-8"), *HEADERS])

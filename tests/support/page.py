@@ -46,7 +46,7 @@ class Page(NamedTuple):
     def runs(self) -> list[dict[str, Any]]:
         """What it says of all runs, after one more look: name, status, text, facts, ..."""
         self.watched.poll()
-        return self.ask("/data").json()["runs"]
+        return self.ask("/data").json()[1]
 
     def of_run(self, path: str, run: int, method: str = "GET", token: str | None = None) -> Answer:
         """Its answer on one run, by number."""
@@ -54,11 +54,11 @@ class Page(NamedTuple):
 
     def curves(self, run: int = 0) -> dict[str, Any]:
         """Its curves of a run: "loss" and "accuracy" -> split -> rows of step, mean."""
-        return self.of_run("/curves", run).json()["curves"]
+        return self.of_run("/curves", run).json()[1]
 
     def stop(self, run: int = 0) -> str:
         """What it says when its button is pressed."""
-        return self.of_run("/stop", run, "POST").json()["text"]
+        return self.of_run("/stop", run, "POST").json()
 
 
 @contextlib.contextmanager

@@ -61,15 +61,16 @@ def test_the_data_of_all_runs(page):
     answer = page.ask("/data")
     assert (answer.status, answer.headers["Cache-Control"]) == (200, "no-store")
     assert answer.headers["Content-Type"].startswith("application/json")
-    columns = "run status done left validation best test images/s lr weight_decay"
-    assert answer.json()["columns"] == columns.split()
+    columns = "run status done validation best test images/s lr weight_decay"
+    assert answer.json()[0] == columns.split()
     texts = [text for text, _ in first["cells"]]
-    assert texts == ["a", "running", "12 %", "", "75.00 %", "90.00 %", "", "80.0", "0.1", "0.001"]
+    assert texts == ["a", "running", "12 %", "75.00 %", "90.00 %", "", "80.0", "0.1", "0.001"]
     assert first["notes"] == ["<script>alert(1)</script>"] and first["can_be_stopped"]
+    assert first["text"] == "running"
     assert first["facts"][0] == "epoch 1 of 4, step 5 of 40"
     assert (second["text"], second["can_be_stopped"]) == ("failed: no room", False)
     texts = [text for text, _ in second["cells"]]
-    assert texts == ["b", "failed", "2 %", "", "", "", "", "80.0", "0.2", ""]
+    assert texts == ["b", "failed", "2 %", "", "", "", "80.0", "0.2", ""]
 
 
 def test_rows_are_sorted_from_the_largest_number_the_best_metric_and_the_first_text(tmp_path):
@@ -83,19 +84,19 @@ def test_rows_are_sorted_from_the_largest_number_the_best_metric_and_the_first_t
     orders = {"run": "abcd", "validation": "badc", "lr": "bacd", "test": "dabc"}
     with watched(*(tmp_path / name for name in "abcd")) as page:
         page.runs()
-        columns = page.ask("/data").json()["columns"]
+        columns = page.ask("/data").json()[0]
         for column, order in orders.items():
-            found = page.ask(f"/data?sort={columns.index(column)}").json()["runs"]
+            found = page.ask(f"/data?sort={columns.index(column)}").json()[1]
             assert "".join(run["name"] for run in found) == order
 
 
 def test_the_curves_of_one_run(page):
     first, _ = page.runs()
-    answer = page.of_run("/curves", 0).json()
-    assert answer["version"] == first["version"]
+    version, curves = page.of_run("/curves", 0).json()
+    assert version == first["version"]
     means = [[step, pytest.approx(1 / step, rel=1e-4)] for step in range(1, 6)]
-    assert answer["curves"]["loss"]["training"] == means
-    assert answer["curves"]["accuracy"]["validation"] == [[4, 0.9], [5, 0.75]]
+    assert curves["loss"]["training"] == means
+    assert curves["accuracy"]["validation"] == [[4, 0.9], [5, 0.75]]
 
 
 def test_nothing_without_the_token_no_stop_without_a_post_and_none_of_other_runs(page, runs):

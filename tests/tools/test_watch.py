@@ -85,7 +85,7 @@ def test_whether_a_run_is_alive(tmp_path, clock, age, step, beaten, fields, text
         beat(run, time=clock.now - beaten, **fields)
     assert said(run).startswith(text) and (said(run) == text or "killed" in text)
     append(run, step_line(2), step_line(3))
-    assert "killed" in text or said(run) == "running"
+    assert "killed" in text or said(run).startswith("running")
 
 
 def test_silence_counts_from_what_is_seen_not_by_another_machines_clock(tmp_path, clock):

@@ -4,7 +4,7 @@ const HUES = ["#1f77d0", "#d1651a", "#2a9d4a", "#b5379b", "#c9a100", "#0fa3a3", 
 const GREY = "#77818e", FAINT = "#77818e40"; // for a light and a dark page
 const find = (query) => document.querySelector(query);
 
-let runs = [], shown = [], chosen = null, sort = null, reversed = false;
+let runs = [], shown = [], chosen = null, sort = -1, reversed = false;
 const ticked = new Set(), curves = new Map(), plots = new Map();
 
 const element = (tag, textContent = "", className = "") =>
@@ -17,15 +17,15 @@ async function ask(path, query = {}, method = "GET") {
 async function update() {
   let text = "no answer: has hpctrain watch ended?";
   try {
-    const data = await ask("data", sort === null ? {} : { sort });
-    runs = reversed ? data.runs.reverse() : data.runs;
+    const [columns, rows] = await ask("data", { sort });
+    runs = reversed ? rows.reverse() : rows;
     const run = runs.find((each) => each.key === chosen) ?? runs[0];
     chosen = run?.key;
     shown = runs.filter((each) => each.key === chosen || ticked.has(each.key));
-    showTable(data.columns);
+    showTable(columns);
     if (run) showChosen(run);
     for (const { key, version } of shown) {
-      if (curves.get(key)?.version !== version) curves.set(key, await ask("curves", { run: key }));
+      if (curves.get(key)?.[0] !== version) curves.set(key, await ask("curves", { run: key }));
     }
     draw();
     text = `updated ${new Date().toLocaleTimeString()}`;
@@ -68,7 +68,7 @@ function showChosen(run) {
   find("#facts").replaceChildren(...lines.map((text) => element("div", text)));
   find("#stop").onclick = async () => {
     if (!confirm(`Stop ${run.name} after its next step? It is saved and tested.`)) return;
-    alert((await ask("stop", { run: run.key }, "POST")).text);
+    alert(await ask("stop", { run: run.key }, "POST"));
   };
 }
 
@@ -85,7 +85,7 @@ function smooth(values, factor) {
 // The series of uPlot, each with its data: lines of the training, dots of evaluations.
 function seriesOf(name) {
   const hues = [...curves.keys()], factor = +find("#smoothing").value, alone = shown.length === 1;
-  const splitsOf = (run) => Object.entries(curves.get(run.key)?.curves[name] ?? {});
+  const splitsOf = (run) => Object.entries(curves.get(run.key)?.[1][name] ?? {});
   return shown.flatMap((run) => splitsOf(run).map(([split, points], index) => {
     const [steps, values] = [0, 1].map((part) => points.map((point) => point[part]));
     const isLine = split === "training", stroke = HUES[(alone ? index : hues.indexOf(run.key)) % HUES.length];
