@@ -24,7 +24,7 @@ MOST_SHARES = 16  # listed one by one
 EVALUATION_ROWS = 64  # samples of a block, on CPUs
 GPU_EVALUATION_ROWS = 256  # at most: with larger blocks, fewer ranks have one
 GPU_EVALUATION_VALUES = 1 << 26  # values of a block: 256 MiB of float32
-#: Settings that may change from launch to launch: they do not affect what is computed.
+#: Settings that may change from launch to launch: they say where, how fast and how long, not what.
 FREE = {
     *("run", "runs_dir", "data", "cache_dir", "read_buffer", "epochs", "worker_load", "stage"),
     *("verify", "reduce", "overlap", "device", "threads", "checkpoint_every", "keep_checkpoints"),
@@ -245,8 +245,8 @@ def check_unchanged(what: str, old: object, new: object) -> None:
         raise UsageError(f"{text}: it cannot go on")
 
 
-def describe_plan(config: Config, facts: Facts, plan: Plan, runs: Sequence[range]) -> list[str]:
-    """Return the plan as text, one line per decision, with the shards of each rank, `runs`."""
+def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[range]) -> list[str]:
+    """Return the plan as text, one line per decision, with the `shards` of each rank."""
     height, width, channels = plan.image_shape
     sizes, epochs = min_to_max(plan.partition.sizes), counted(plan.epochs, "epoch")
     order = plan.shuffle + ", classes drawn equally often" * config.balanced_sampling
@@ -259,10 +259,10 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, runs: Sequence[range
         "model": plan.model,
         "input": "; ".join(map(_listed, plan.scaling)) or "0 to 1",  # mean; std
         "data": f"{plan.rows:,} training images, pack {plan.pack_uuid}",
-        "ranks": f"{len(runs)} on {facts.device}, {facts.threads} CPU threads each",
+        "ranks": f"{len(shards)} on {facts.device}, {facts.threads} CPU threads each",
         "shards": f"{plan.shards}, partitions of {sizes} images",
         "order": order,
-        "mini-batch": f"{plan.batch_size} images, {describe_shares(plan, runs)}",
+        "mini-batch": f"{plan.batch_size} images, {describe_shares(plan, shards)}",
         "steps": f"{steps}; last step of an epoch {sum(plan.last)} images",
         "optimizer": f"{plan.optimizer}, learning rate {plan.learning_rate:g}",
         "class weights": _listed(plan.class_weights) or "none",
@@ -275,9 +275,9 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, runs: Sequence[range
     return [f"{name:<14} {text}" for name, text in lines.items()]
 
 
-def describe_shares(plan: Plan, runs: Sequence[range]) -> str:
+def describe_shares(plan: Plan, shards: Sequence[range]) -> str:
     """Return the images of a full global batch per rank; only their range for many ranks."""
-    shares = tuple(sum(plan.partition.shares[run.start : run.stop]) for run in runs)
+    shares = tuple(sum(plan.partition.shares[own.start : own.stop]) for own in shards)
     if len(shares) > MOST_SHARES:
         return f"{min_to_max(shares)} a rank"
     return f"{', '.join(map(str, shares))} by rank"

@@ -1,4 +1,4 @@
-"""``hpctrain stop RUN``: write a STOP file, which the run's rank 0 sees within half a second.
+"""``hpctrain stop RUN``: write a STOP file, for which the run's rank 0 looks twice a second.
 
 In the folder of a sweep, neither its driver nor the tasks of its job array start a network once
 there is a STOP file; those that are training get a STOP file of their own.
@@ -22,7 +22,7 @@ def main(settings: StopConfig) -> int:
 
 
 def ask(folder: Path) -> str:
-    """Request that a run or a sweep stop, unless it has ended; return the line to print."""
+    """Request that a run or a sweep stop, unless it is done; return the line to print."""
     if (folder / SWEEP_FILE).is_file():
         request_stop(folder)  # first, so that no other network begins
         working = [run for run in sweep_runs(folder) if is_locked(run)]

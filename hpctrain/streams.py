@@ -1,9 +1,8 @@
 """Streams and events of a device, and what is built on them.
 
 A stream of a GPU is a queue of copies and kernels; an event marks a position in one:
-https://docs.pytorch.org/docs/stable/notes/cuda.html. All synchronization of the package with a GPU
-is in this file. On the CPU all work is done when the call returns, and the same functions return
-immediately.
+https://docs.pytorch.org/docs/stable/notes/cuda.html. All other files synchronize with a GPU by
+these functions. On the CPU all work is done when the call returns, and they return immediately.
 """
 
 from __future__ import annotations

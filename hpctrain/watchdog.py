@@ -6,7 +6,7 @@ names the ranks that did not arrive and aborts all. Stacks are written to files.
 run its thread either (stopped, or stuck in native code) is ended by faulthandler's own timer or by
 the others. The kernel kills ranks whose mpirun died.
 
-A heartbeat is ``N.json`` in a folder that all ranks see: one JSON object, a `Beat` without `time`.
+A heartbeat is ``N.json`` in a folder that all ranks see: one JSON object, a `Beat`.
 ``N.stack`` beside it holds the stacks of a rank that hung, crashed or was terminated by its
 launcher. Ages are differences of modification times, which one file server sets, so the clocks of
 the hosts do not matter.

@@ -1,7 +1,7 @@
 """MPI: initialization, agreement between ranks, hosts, and termination of all ranks together.
 
 This is the only module that imports mpi4py, and importing it initializes MPI; nothing imports it
-before a subcommand needs several ranks. All other code receives a communicator.
+before a subcommand that runs on ranks has begun. All code but the start receives a communicator.
 
 A user error gives one line on rank 0 and the same exit code on all ranks. That requires agreement:
 `on_root` calls a function on rank 0, and a block `with on_all(comm)` runs on all ranks; both raise

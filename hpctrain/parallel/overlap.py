@@ -145,14 +145,14 @@ class Overlapped(Reduce):
 def choose_reduce(
     comm: Comm,
     message: Message,
-    runs: Sequence[range] | None = None,
+    shards: Sequence[range] | None = None,
     comm_dtype: str = "fp32",
     transport: Transport | None = None,
     overlap: int = 0,
 ) -> Reduce:
     """Make the reduction for this message; by default one Allreduce.
 
-    With `runs`, the shards that each rank carries, it sums in tree order. With `comm_dtype` "bf16",
+    With the `shards` that each rank carries, it sums in tree order. With `comm_dtype` "bf16",
     gradients are sent in half the bytes. `overlap` is the largest number of gradient segments that
     are summed while backward runs. The default `transport` is MPI, from a GPU through pinned host
     memory. Raises UsageError if the reduction is not possible.
@@ -162,8 +162,8 @@ def choose_reduce(
 
     def over(span: range) -> Reduce:
         vector = message.tensor[span.start : span.stop]
-        if runs is not None:
-            return TreeReduce(way, vector, runs)
+        if shards is not None:
+            return TreeReduce(way, vector, shards)
         if comm_dtype == "bf16":
             return Bfloat16Reduce(way, vector, len(range(span.start, min(span.stop, length))))
         return Reduce(way, vector)

@@ -100,18 +100,18 @@ class Round(NamedTuple):
     spans: list[Span]  # subtrees that it holds after the additions
 
 
-def schedule(rank: int, runs: Sequence[range], length: int, whole: bool) -> list[Round]:
+def schedule(rank: int, shards: Sequence[range], length: int, whole: bool) -> list[Round]:
     """Return the rounds of a rank, for a vector of `length` numbers.
 
-    `runs` are the shards that each rank carries, together 0 ... S-1. If `whole`, every rank owns
+    `shards` are the shards that each rank carries, together 0 ... S-1. If `whole`, every rank owns
     all numbers from the start, and receives them from one rank of each other part.
     """
-    starts = [run.start for run in runs]
+    starts = [each.start for each in shards]
 
     def held(group: range) -> list[Span]:
-        return subtrees(range(starts[group[0]], runs[group[-1]].stop), (0, runs[-1].stop))
+        return subtrees(range(starts[group[0]], shards[group[-1]].stop), (0, shards[-1].stop))
 
-    rounds, group = [], range(len(runs))
+    rounds, group = [], range(len(shards))
     while len(group) > 1:
         parts = divide(starts, group, DIRECT_WHOLE if whole else DIRECT)
         if whole:
@@ -201,13 +201,13 @@ class TreeReduce(Reduce):
 
     short_bytes = 1 << 18  # most bytes of a vector that is not divided, times log2(P)
 
-    def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
-        """`runs` are the shards that each rank carries, together 0 ... S-1."""
+    def __init__(self, transport: Transport, vector: torch.Tensor, shards: Sequence[range]) -> None:
+        """`shards` are the shards that each rank carries, together 0 ... S-1."""
         super().__init__(transport, vector)
         rank, length = transport.comm.rank, len(vector)
-        self._run = runs[rank]
-        self._next = self._run.start  # shard
-        spans = subtrees(self._run, (0, runs[-1].stop))
+        self._own = shards[rank]
+        self._next = self._own.start  # shard
+        spans = subtrees(self._own, (0, shards[-1].stop))
         # The sums of shards so far are on a stack; the last subtree is in the vector.
         self._additions = [count for span in spans for count in count_additions(span)]
         self._heights = [*accumulate(1 - count for count in self._additions)]
@@ -220,8 +220,8 @@ class TreeReduce(Reduce):
         self._there: list[tuple[Callable[[], None], list[Pair]]] = []
         self._back: list[Callable[[], None]] = []
         start = 0  # of the slice in the rows
-        whole = (len(runs) - 1).bit_length() * vector.nbytes <= self.short_bytes
-        for each in schedule(rank, runs, length, whole):
+        whole = (len(shards) - 1).bit_length() * vector.nbytes <= self.short_bytes
+        for each in schedule(rank, shards, length, whole):
             sends = [
                 (peer, [row[_within(numbers, start)] for row in rows.values()])
                 for peer, numbers in each.sends
@@ -235,7 +235,7 @@ class TreeReduce(Reduce):
             ]
             rows = {span: row[_within(each.own, start)] for span, row in rows.items()} | received
             pairs: list[Pair] = []
-            rows = {span: plan_sum(span, rows, self._run[-1], pairs) for span in each.spans}
+            rows = {span: plan_sum(span, rows, self._own[-1], pairs) for span in each.spans}
             self._there.append((transport.prepare(sends, receives), pairs))
             if whole:
                 continue
@@ -252,7 +252,7 @@ class TreeReduce(Reduce):
 
     def _add_leaf(self, leaf: torch.Tensor | None) -> None:
         """Add a leaf, or None, one of zeros: then rows of the stack are summed alone."""
-        number = self._next - self._run.start
+        number = self._next - self._own.start
         place, count = self._heights[number] - 1, self._additions[number]
         parts = self._stack[place : place + count]
         if leaf is None:
@@ -260,15 +260,15 @@ class TreeReduce(Reduce):
         for part in reversed(parts):
             leaf.add_(part)
         self._next += 1
-        if self._next < self._run.stop and leaf is not self._stack[place]:
+        if self._next < self._own.stop and leaf is not self._stack[place]:
             self._stack[place].copy_(leaf)
             leaf.zero_()
 
     def __call__(self) -> None:
         """Sum the vector over all ranks, in place. Collective."""
-        if self._next < self._run.stop:  # the last shard had no samples: only flags and seconds
-            self.accumulate(self._run.stop - 1)
-        self._next = self._run.start
+        if self._next < self._own.stop:  # the last shard had no samples: only flags and seconds
+            self.accumulate(self._own.stop - 1)
+        self._next = self._own.start
         for exchange, pairs in self._there:
             exchange()
             for total, part in pairs:

@@ -2,7 +2,7 @@
 
 A run is resumed by the same command, if its settings allow it. Its plan is read from the folder and
 never resolved again, so partitions, batches and random numbers are those of its first launch. Only
-the number of ranks, and the shards that each carries, may differ.
+the number of ranks, the shards that each carries, and the settings in `plan.FREE` may differ.
 """
 
 from __future__ import annotations

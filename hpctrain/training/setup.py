@@ -120,17 +120,17 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     )
     plan = on_root(comm, lambda: extend(begun, config, facts) if begun else resolve(config, facts))
     with on_all(comm):
-        runs = assign_shards(plan.shards, comm.size, config.worker_load or ())
+        shards = assign_shards(plan.shards, comm.size, config.worker_load or ())
 
     # Message, reduction and optimizer
     norms.start(probe)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the probe took: NCCL and CuPy allocate beside torch
     transport = open_transport(comm, device, config.reduce)
-    trainer = Trainer(norms, task, config, plan, transport, runs)
+    trainer = Trainer(norms, task, config, plan, transport, shards)
 
     # Loader
-    on_host, own_shards = comm_of_host(comm).size, runs[comm.rank]
+    on_host, own_shards = comm_of_host(comm).size, shards[comm.rank]
     with on_all(comm):
         kept = check_memory(config, plan, pack.splits["train"], on_host)
     train, order = open_order(config, plan, train, own_shards, comm)
@@ -149,7 +149,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         facts=facts,
         plan=plan,
         comm=comm,
-        shards=runs,
+        shards=shards,
         pack=pack,
         splits={"train": train},
         task=task,

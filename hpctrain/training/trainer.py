@@ -54,12 +54,12 @@ class Trainer:
         config: Config,
         plan: Plan,
         transport: Transport,
-        runs: Sequence[range],
+        shards: Sequence[range],
     ) -> None:
         """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective.
 
-        The ranks carry the shards `runs`. Raises UsageError, the same on all ranks, if they differ
-        in what they compute with.
+        `shards` are those of each rank. Raises UsageError, the same on all ranks, if they differ in
+        what they compute with.
         """
         comm, model = transport.comm, norms.model
         self.model, self.norms = model, norms
@@ -80,7 +80,7 @@ class Trainer:
         with on_all(comm):
             self.backward = make_backward(model, task, message, config.compile, config.cuda_graphs)
         broadcast(comm, message.weights)
-        in_order, dtype = runs if config.deterministic else None, config.comm_dtype
+        in_order, dtype = shards if config.deterministic else None, config.comm_dtype
         with on_all(comm):
             self.reduce = choose_reduce(comm, message, in_order, dtype, transport, config.overlap)
         self.optimizer = make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups)
