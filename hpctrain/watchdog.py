@@ -138,8 +138,9 @@ def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
         first = min(failed, key=lambda beat: beat.time)
         return f"rank {first.rank}: {first.failed}", last
     for beat in beats:
-        stack = folder / f"{beat.rank}.stack"
-        text = stack.read_text(errors="replace") if stack.exists() else ""
+        text = ""
+        with suppress(OSError):  # there is none, or it is being removed
+            text = (folder / f"{beat.rank}.stack").read_text(errors="replace")
         if crash := CRASH.match(text):
             return f"rank {beat.rank} crashed ({crash[1]}), last heartbeat: {beat.doing}", last
         silent += [] if text else [beat]

@@ -203,7 +203,8 @@ def state_lines(history: History, costs: Record) -> Iterator[str]:
             yield f"{name} {' '.join(text.split())}"
     yield from cost_lines(costs)
     if known:
-        yield f"{known.get('model')}, {counted(known.get('ranks'), 'rank')}, {known.get('device')}"
+        ranks = counted(known.get("ranks"), "rank")
+        yield _joined([known.get("model", ""), ranks, known.get("device", "")])
     if history.lost:
         yield f"{counted(history.lost, 'line')} of the record cannot be read: {history.problem}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,7 +44,7 @@ def all_names(runs_dir: str) -> list[str]:
 
 def sweep_runs(folder: Path) -> list[Path]:
     """Return the runs of a sweep that have a record, sorted by name; or the run in `folder`."""
-    if not (folder / SWEEP_FILE).is_file():
+    if not os.path.isfile(folder / SWEEP_FILE):  # False if the file system does not answer
         return [folder]
     return sorted(path.parent for path in folder.glob(f"*/{FILE_NAME}"))
 

@@ -343,7 +343,7 @@ class History:
         if not steps or not first or last["step"] <= first["step"]:
             return None
         pace = (time_of(last) - time_of(first)) / (last["step"] - first["step"])
-        return (steps - last["step"]) * pace or None
+        return max((steps - last["step"]) * pace, 0.0) or None  # clocks may be set back
 
     def costs(self) -> dict[str, Any]:
         """Return how the time of the recent steps is spent; see ``Costs.facts``."""

@@ -6,6 +6,7 @@ A thread reads the records, as long ones take seconds; displays show what has be
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -91,7 +92,7 @@ class WatchedRun:
         """Return the status in one word, and in a line for the user."""
         if history.problem and not history.lost:
             return "failed", history.problem
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):  # False if the file system does not answer
             proposal = find.propose_run(self.folder.name, str(self.folder.parent))
             return "pending", f"waiting for {self.folder}{proposal}"
         record = self._idle("record", history.version, history.launch.latest)
@@ -109,9 +110,9 @@ class WatchedRun:
         if record > overdue and (beat is None or beat.doing.startswith(IN_STEP)):
             where = f", rank 0 is in: {beat.doing}" if beat else ""
             return "silent", f"silent for {rough_duration(record)}{where}"
-        if (self.folder / STOP_FILE).is_file():
+        if os.path.isfile(self.folder / STOP_FILE):
             return "stopping", "asked to stop"
-        status = "running" if history.facts else "waiting"
+        status = "running" if history.facts or history.step else "waiting"
         if beat and (record > overdue or (testing and "evaluation" in beat.doing)):
             return status, f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
         if not history.step:
@@ -188,13 +189,12 @@ class WatchedRuns:
     def follow(self) -> None:
         """Poll every `POLL_EVERY` seconds: what a thread does."""
         while True:
-            with suppress(OSError):  # such as a file server that does not answer: later
-                self.poll()
+            self.poll()
             time.sleep(POLL_EVERY)
 
     def poll(self) -> None:
         """Look for new runs, and poll all runs."""
-        with suppress(UsageError):  # a folder was moved away: the status of its run shows it
+        with suppress(UsageError, OSError):  # a folder is gone: the status of its run shows it
             self._find()
         for run in self.all.values():
             run.poll()
@@ -206,7 +206,7 @@ class WatchedRuns:
                 folder = find.find_folder(target, self._runs_dir)
             except UsageError:
                 folder = Path(self._runs_dir) / target  # it is waited for
-                if folder.exists() or Path(target).exists():
+                if os.path.exists(folder) or os.path.exists(target):
                     raise
             folders += find.sweep_runs(folder)
         self.all = {str(path): self.all.get(str(path)) or WatchedRun(path) for path in folders}

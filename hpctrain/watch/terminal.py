@@ -33,6 +33,7 @@ NAME_WIDTH = 24  # columns of a name or a setting, at most
 STYLES = {"running": "green", "done": "blue", "failed": "bold red", "silent": "bold yellow"}
 COLORS = {"training": "cyan", "validation": "orange", "test": "green"}
 MOVES = {"j": 1, "\t": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1, "\x1b[Z": -1}
+KEY = r"(?s)\x1b(?:\[[0-9;]*|O)?.|."  # with its whole escape sequence: F4 is ESC O S
 NO_RUN = "no run has begun yet"
 KEYS = "j k select   o sort   S stop   q quit"
 
@@ -79,14 +80,13 @@ def show(runs: WatchedRuns) -> int:
             live.update(screen or Text(NO_RUN), refresh=True)
             ready = select.select([sys.stdin], [], [], pause)[0]
             text = os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
-            keys = re.findall(r"\x1b\[.|.|\n", text) or ["q"] * len(ready)  # q: hung up
-            chosen = order[(at + sum(MOVES.get(key, 0) for key in keys)) % len(order)]
-            if presses := keys.count("o"):
-                sort = (sort + presses) % len(columns)
-            if keys:
-                run = runs.all.get(chosen)  # it may have been moved away
-                message = run.stop() if run and "S" in keys else KEYS
-            pause = REDRAW_EVERY
+            keys = re.findall(KEY, text) or ["q"] * len(ready)  # q: hung up
+            for key in keys:
+                at = (at + MOVES.get(key, 0)) % len(order)
+                sort = (sort + 1) % len(columns) if key == "o" else sort
+                run = runs.all.get(order[at])  # it may have been moved away
+                message = run.stop() if run and key == "S" else KEYS
+            chosen, pause = order[at], REDRAW_EVERY
     return 0
 
 

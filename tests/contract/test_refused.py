@@ -221,7 +221,7 @@ plot | plot
 plot done --output figure.gif | --output figure.gif
 plot done --output nowhere/figure.png | --output nowhere/figure.png
 plot done --confusion --split validation | validation evaluate
-watch --once --web
+watch --once --web | --once --web
 watch done --port 5 | --port
 watch --runs-dir nowhere | nowhere
 export | run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
 import termios
@@ -92,11 +93,14 @@ def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watch):
     watching.wait_for("loss", "accuracy", "training", "validation", "compute 60 %")
     watching.press("j")
     watching.wait_for("two: failed: no room")
-    watching.press("oo")
+    for keys, name in {"\x1b[B": "one", "\x1b[A": "two", "\t": "one", "\x1b[Z": "two"}.items():
+        watching.press(keys)
+        watching.wait_for(f"{name}: ")
+    watching.press("o" * 10)  # of 8 columns
     watching.wait_for("status ↓", "two: failed: no room")
     watching.press("S")  # what has ended is not asked to stop
     watching.wait_for("two: failed: no room", "1 of 2")
-    watching.press("sk")
+    watching.press("sk\x1bOS\x1b[1;2S")  # the last two are F4 and shift F4
     watching.wait_for("one: running", "q quit")
     assert not (one / "STOP").exists()
     watching.press("S")
@@ -124,6 +128,22 @@ def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path, watch):
     assert watching.exit_code() == 0 and watching.echoes()  # as it was
 
 
+def test_a_sweep_is_watched_from_before_its_first_run_until_one_is_removed(tmp_path, watch):
+    (tmp_path / "sweep.toml").touch()
+    watching = watch(tmp_path)
+    watching.wait_for("no run has begun yet")
+    watching.press("joS")
+    for name in "ab":
+        make_run(tmp_path / name, run_line(), end_line())
+    watching.wait_for("1 of 2")
+    watching.press("j")
+    watching.wait_for("b: done")
+    shutil.rmtree(tmp_path / "b")
+    watching.wait_for("1 of 1", "a: done")
+    os.write(watching.terminal, b"q")
+    assert watching.exit_code() == 0
+
+
 def test_once_on_a_terminal_is_a_table_in_its_width(runs):
     words = [sys.executable, "-m", "hpctrain", "watch", "--once", *map(str, runs)]
     head, first, second = without_escapes(on_terminal(words, 80)).splitlines()
@@ -131,6 +151,9 @@ def test_once_on_a_terminal_is_a_table_in_its_width(runs):
     texts = first.split()
     assert texts == ["one", "running", "50", "%", *["75.00", "%"] * 2, "80.0", "0.1"]
     assert second.split() == ["two", "failed", "2", "%", "80.0", "0.2"]
+    for width, names in {32: "run status done validation", 5: "run"}.items():
+        head, *_ = without_escapes(on_terminal(words, width)).splitlines()
+        assert " ".join(head.split()) == names
 
 
 def test_without_the_package_one_line_says_what_to_install():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 
 import pytest
 
@@ -74,6 +75,14 @@ ALIVE = [  # age of the last step and its fields; age of the heartbeat and its f
     (30, {}, 30, AFAR, "silent for 30 s"),
     (300, {}, 300, {"failed": "no memory"}, "failed: rank 0: no memory"),
     (300, {}, 300, {"failed": ""}, "silent for 5 min"),
+    (
+        185,
+        {},
+        0,
+        {"doing": "reading for step 2"},
+        "silent for 3 min, rank 0 is in: reading for step 2",
+    ),
+    (185, {}, 0, {"doing": "recording step 1"}, "silent for 3 min, rank 0 is in: recording step 1"),
     (300, {}, 0, {"failed": "x"}, "silent for 5 min, rank 0 is in: step 3"),  # as it goes on
 ]
 
@@ -99,6 +108,41 @@ def test_silence_counts_from_what_is_seen_not_by_another_machines_clock(tmp_path
         assert page.runs()[0]["text"] == "silent for 55 s"
     ahead = make_run(tmp_path / "b", run_line(), step_line(1, time=clock.now + 999))
     assert said(ahead) == "running"
+
+
+def test_the_time_left_is_that_at_the_pace_of_this_launch(tmp_path, clock):
+    before = [step_line(1, time=clock.now - 500), step_line(20, time=clock.now - 400)]
+    steps = [step_line(21, time=clock.now - 4), step_line(23, time=clock.now)]
+    run = make_run(tmp_path / "a", run_line(), *before, run_line(), *steps)
+    assert said(run) == "running, 0:34 left"
+    append(run, step_line(40))
+    assert said(run) == "running"
+
+
+def test_a_record_that_cannot_be_read_is_a_failure(tmp_path):
+    (tmp_path / "a" / FILE).mkdir(parents=True)
+    (tmp_path / "a" / "config.toml").touch()
+    assert said(tmp_path / "a").startswith(f"cannot read {tmp_path / 'a' / FILE}")
+
+
+def test_a_long_poll_holds_up_no_curves(tmp_path):
+    with watched(make_run(tmp_path / "a", run_line(), step_line(1))) as page:
+        page.runs()
+        before, (run,) = page.curves(), page.watched.all.values()
+        follow, gate, begun = run.history.follow, threading.Event(), threading.Event()
+
+        def read():
+            append(run.folder, step_line(2))
+            begun.set()
+            return follow() and gate.wait(60)
+
+        run.history.follow = read
+        thread = threading.Thread(target=run.poll)
+        thread.start()
+        assert begun.wait(60) and page.curves() == before
+        gate.set()
+        thread.join()
+        assert [step for step, _ in page.curves()["loss"]["training"]] == [1, 2]
 
 
 def test_the_test_after_the_last_step_is_named(tmp_path, clock):
@@ -164,6 +208,9 @@ def test_stop_is_asked_once_and_not_of_what_has_ended(tmp_path, clock):
         assert "cannot write" in page.stop(2)
         first, *_ = page.runs()
         assert (first["status"], first["can_be_stopped"]) == ("stopping", False)
+    silent = make_run(tmp_path / "d", run_line(), step_line(1, time=clock.now - 999))
+    with watched(silent, make_run(tmp_path / "e")) as page:
+        assert ["asked to stop" in page.stop(number) for number in (0, 1)] == [True, True]
 
 
 def test_watching_imports_neither_torch_nor_mpi(tmp_path):
