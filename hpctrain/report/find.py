@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import UsageError, did_you_mean
@@ -25,9 +24,8 @@ def find_folder(target: str, runs_dir: str) -> Path:
     The run may not have begun a record yet. Raises UsageError if there is no such folder.
     """
     for path in (Path(runs_dir) / target, Path(target)):
-        with suppress(OSError):  # too long a name, or no permission
-            if any((path / name).is_file() for name in MARKERS):
-                return path
+        if any(os.path.isfile(path / name) for name in MARKERS):  # False for too long a name
+            return path
     near = propose_run(target, runs_dir)
     raise UsageError(f"there is no run or sweep {target!r} in {runs_dir}, or of that path{near}")
 
