@@ -54,7 +54,8 @@ class Costs:
         self._steps += 1
         self._rows += step.get("rows", 0)
         self._seconds.update(step.get("seconds", {}))
-        self._slowest[step.get("slowest_rank", 0)] += 1
+        if "slowest_rank" in step:
+            self._slowest[step["slowest_rank"]] += 1
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the record's end; empty if there were no steps.
@@ -74,7 +75,7 @@ class Costs:
         shares["other"] = max(1 - sum(shares.values()), 0.0)
         found: dict[str, Any] = {"step_seconds": total / steps, "shares": shares, "idle": idle}
         found["images_per_second"] = self._rows / total
-        ((rank, times),) = self._slowest.most_common(1)
+        rank, times = next(iter(self._slowest.most_common(1)), (0, 0))
         often = times / steps >= min(0.5 + 1.5 / steps**0.5, 1.0)
         if is_named := steps >= ENOUGH and idle >= WAIT and often:
             found |= {"slowest_rank": rank, "slowest_share": times / steps}

@@ -125,6 +125,14 @@ def test_a_record_that_cannot_be_read_is_a_failure(tmp_path):
     assert said(tmp_path / "a").startswith(f"cannot read {tmp_path / 'a' / FILE}")
 
 
+def test_no_rank_is_called_the_slowest_where_none_is_recorded(tmp_path):
+    steps = step_lines(1, 40, seconds=SECONDS | {"idle": 0.02}, slowest_rank=0)
+    named, unnamed = steps, [line.replace(b"slowest_rank", b"slowest_rang") for line in steps]
+    for lines, is_named in ((named, True), (unnamed, False)):
+        run = make_run(tmp_path / f"{is_named}", run_line(), *lines, end_line())
+        assert ("was the slowest" in alone("watch", run, "--once").out) == is_named
+
+
 def test_a_long_poll_holds_up_no_curves(tmp_path):
     with watched(make_run(tmp_path / "a", run_line(), step_line(1))) as page:
         page.runs()
