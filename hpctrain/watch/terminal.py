@@ -35,7 +35,7 @@ COLORS = {"training": "cyan", "validation": "orange", "test": "green"}
 MOVES = {"j": 1, "\t": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1, "\x1b[Z": -1}
 KEY = r"(?s)\x1b(?:\[[0-9;]*|O)?.|."  # with its whole escape sequence: F4 is ESC O S
 NO_RUN = "no run has begun yet"
-KEYS = "j k select   o sort   S stop   q quit"
+HELP = "j k select   o sort   S stop   q quit"
 
 
 def main(settings: WatchConfig) -> int:
@@ -65,7 +65,7 @@ def show(runs: WatchedRuns) -> int:
     """Watch until q or Ctrl-C is pressed, or SIGTERM comes."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is restored
     before, console = termios.tcgetattr(sys.stdin), Console()
-    keys, chosen, sort, message, pause = [""], "", -1, KEYS, 0.5
+    keys, chosen, sort, message, pause = [""], "", -1, HELP, 0.5
     Thread(target=runs.follow, daemon=True).start()
     with suppress(KeyboardInterrupt), ExitStack() as stack:
         stack.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, before)
@@ -85,7 +85,7 @@ def show(runs: WatchedRuns) -> int:
                 at = (at + MOVES.get(key, 0)) % len(order)
                 sort = (sort + 1) % len(columns) if key == "o" else sort
                 run = runs.all.get(order[at])  # it may have been moved away
-                message = run.stop() if run and key == "S" else KEYS
+                message = run.stop() if run and key == "S" else HELP
             chosen, pause = order[at], REDRAW_EVERY
     return 0
 
