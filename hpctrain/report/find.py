@@ -67,7 +67,7 @@ def ranked_runs(sweep: Path) -> list[tuple[Path, str]]:
     """
     folders = [folder for folder in sweep_runs(sweep) if (folder / NETWORK_FILE).is_file()]
     histories = [History.read(folder, "none") for folder in folders]
-    settings = [history.facts.get("settings", {}) for history in histories]
+    settings = [history.facts.get("settings") or {} for history in histories]
     accurate = all(each.get("task", "classify") == "classify" for each in settings)
     split, found = "training", [history.training for history in histories]
     if any("validation" in history.evaluated for history in histories):

@@ -34,7 +34,12 @@ TAIL = 64  # bytes before the position that are compared: each line holds a time
 STEP = b'{"kind": "step"'  # how the line of a step begins
 RECENT = 50  # steps over which speeds and shares are computed
 MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
+LARGEST_DRAWN = 1e300
 MOST_NOTES = 5  # kept in a history
+NUMBERS_OF = {  # fields that hold numbers, by kind
+    kind: {name for name, field in fields.items() if field.type in (int, float)}
+    for kind, fields in FIELDS.items()
+}
 COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if each.type is int}
 
 Table = dict[str, "np.ndarray"]  # columns by name
@@ -102,10 +107,11 @@ class Columns:
     def add(self, record: Record) -> None:
         """Append one row."""
         numbers = {"time": time_of(record)}
+        of_kind = NUMBERS_OF[record["kind"]]
         for name, value in record.items():
-            if isinstance(value, dict):
-                numbers |= {f"{name}_{part}": each for part, each in value.items()}
-            elif not isinstance(value, str | list):
+            if isinstance(value, dict) and name in of_kind:
+                numbers |= {f"{name}_{part}": number for part, number in value.items()}
+            elif name in of_kind:
                 numbers[name] = value
         for name in numbers:
             if name not in self.by_name:
@@ -282,8 +288,9 @@ class History:
         return "\n".join(lines)
 
     def curve(self, name: str, split: str = "training") -> list[Point]:
-        """Return the values of a column by step, as at most `MOST_POINTS` points; NaN is left out.
+        """Return the values of a column by step, as at most `MOST_POINTS` points.
 
+        NaN and values beyond `LARGEST_DRAWN`, whose sums may not be finite, are left out.
         `split` is "training" (means over mini-batches), one of `evaluated`, or "epochs": then the
         values are those of the epochs, by epoch.
         """
@@ -295,7 +302,7 @@ class History:
         if name not in found.by_name:
             return []
         pairs = zip(found.by_name[by], found.by_name[name], strict=True)
-        rows = [(x, y) for x, y in pairs if not math.isnan(y)]
+        rows = [(x, y) for x, y in pairs if abs(y) <= LARGEST_DRAWN]
         width = -(-len(rows) // MOST_POINTS) or 1
         parts = (zip(*rows[at : at + width], strict=True) for at in range(0, len(rows), width))
         return [(fmean(steps), fmean(values)) for steps, values in parts]
@@ -333,9 +340,9 @@ class History:
 
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation: nothing is recorded then."""
-        steps = [record.get("seconds", {}).get("total", 0.0) for record in self._recent]
-        evaluations = [each.get("seconds", 0.0) for each in self.evaluated.values()]
-        return max([*steps, *evaluations], default=0.0)
+        steps = [(record.get("seconds") or {}).get("total") for record in self._recent]
+        evaluations = [record.get("seconds") for record in self.evaluated.values()]
+        return max(filter(None, [*steps, *evaluations]), default=0.0)
 
     def seconds_left(self) -> float | None:
         """Estimate the seconds to the last step, at the pace of this launch; None if unknown."""

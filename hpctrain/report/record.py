@@ -7,8 +7,8 @@ whole run. JSON has no NaN and no infinity (RFC 8259): such a number is recorded
 
 Lines are appended whole, so a killed writer can leave only its last line incomplete. Readers skip
 that line, and a resumed launch removes it, with the lines after its checkpoint (`truncate_record`).
-Any other line that cannot be read is corrupt (lost in a power failure, say): it is named by file
-and line.
+Any other line that cannot be read, or has a value that `FIELDS` does not allow, is corrupt (lost
+in a power failure, say): it is named by file and line.
 
 **To add a field**, add a line to `FIELDS` and pass the value where the record is made (for steps
 ``Recorder.write`` in training/loop.py). `scalar` makes TensorBoard show it, `deterministic` makes
@@ -20,8 +20,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import write_whole, writing
 from hpctrain.report.step_stats import Costs
+from hpctrain.text import brief
 
 if TYPE_CHECKING:
     from hpctrain.report.display import Display
@@ -47,21 +49,71 @@ Record = Mapping[str, Any]
 class Field(NamedTuple):
     """The values of a field, each of which may be null, and the commands that use them."""
 
-    type: type  # int, float, str or bool
+    type: type  # int (from 0 on), float (also an integer), str or bool; object: any value
     is_object: bool = False  # an object of such values by name: seconds by phase, shares by phase
     deterministic: bool = False  # equal runs record equal values: ``compare`` compares them
     scalar: bool = False  # shown by TensorBoard
+    is_share: bool = False  # from 0 to 1
 
+    @property
+    def check(self) -> Callable[[Any], bool]:
+        """A function that returns whether a value, as JSON gives it, is one of this field."""
+        check = is_share if self.is_share else CHECKS[self.type]
+        if not self.is_object:
+            return check
+        return lambda value: (
+            value is None or (type(value) is dict and all(map(check, value.values())))
+        )
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of JSON is null, or an integer from 0 on that NumPy can hold."""
+    return value is None or (type(value) is int and 0 <= value <= LARGEST_COUNT)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is null, or a number that is finite as a float."""
+    return value is None or (type(value) in NUMBERS and -LARGEST <= value <= LARGEST)
+
+
+def is_share(value: Any) -> bool:
+    """Whether a value of JSON is null, or a number from 0 to 1."""
+    return value is None or (type(value) in NUMBERS and 0 <= value <= 1)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value of JSON is null, or a text that can be written in UTF-8, as a file name."""
+    if type(value) is str and not value.isascii():
+        value.encode("utf-8", "surrogateescape")  # raises ValueError
+    return value is None or type(value) is str
+
+
+CHECKS: dict[type, Callable[[Any], bool]] = {
+    int: is_count,
+    float: is_number,
+    str: is_text,
+    bool: lambda value: value is None or type(value) is bool,
+    object: lambda value: True,
+}
+NUMBERS = (float, int)
+LARGEST = sys.float_info.max
+LARGEST_COUNT = 2**63 - 1
 
 COUNT, NUMBER, TEXT = Field(int), Field(float), Field(str)
 EXACT_COUNT, EXACT_TEXT = Field(int, deterministic=True), Field(str, deterministic=True)
 METRIC = Field(float, deterministic=True, scalar=True)
+ACCURACY = Field(float, deterministic=True, scalar=True, is_share=True)
 
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
-    "run": {},  # a launch: all facts of training/folder.py: run_facts
+    "run": {  # a launch; these, and all other facts of training/folder.py: run_facts
+        **dict.fromkeys(("epochs", "steps_per_epoch", "ranks"), COUNT),
+        **dict.fromkeys(("model", "device"), TEXT),
+        "settings": Field(object, is_object=True),
+    },
     "step": {  # means over the mini-batch of all ranks
         **dict.fromkeys(("epoch", "step", "slowest_rank"), COUNT),
-        **dict.fromkeys(("loss", "accuracy", "learning_rate"), METRIC),
+        **dict.fromkeys(("loss", "learning_rate"), METRIC),
+        "accuracy": ACCURACY,
         "images_per_second": Field(float, scalar=True),
         "rows": EXACT_COUNT,  # images of the mini-batch
         "seconds": Field(float, is_object=True),  # of the slowest rank: data, compute, reduce,
@@ -69,15 +121,17 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     },
     "epoch": {  # means over all its images
         "epoch": COUNT,
-        **dict.fromkeys(("loss", "accuracy", "images_per_second", "seconds"), NUMBER),
+        **dict.fromkeys(("loss", "images_per_second", "seconds"), NUMBER),
+        "accuracy": Field(float, is_share=True),
     },
     "evaluation": {  # with the weights after `step`
         **dict.fromkeys(("epoch", "step"), COUNT),
         "split": EXACT_TEXT,
-        **dict.fromkeys(("loss", "accuracy"), METRIC),
+        "loss": METRIC,
+        "accuracy": ACCURACY,
         "unweighted_loss": METRIC,  # with --class-weights
         "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
-        "balanced_accuracy": METRIC,  # mean recall, where classes are weighted or sampled alike
+        "balanced_accuracy": ACCURACY,  # mean recall, where classes are weighted or sampled alike
         "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
         "rows": EXACT_COUNT,
         "seconds": NUMBER,
@@ -99,9 +153,13 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     },
 }
 
-NEEDED = {  # fields without which a record cannot be read, by kind
-    **{"step": {"step"}, "epoch": {"epoch"}, "evaluation": {"step", "split"}},
-    **{"note": {"text"}, "digest": {"step", "digest"}, "end": {"status"}},
+NEEDED = {  # fields without which, or with null, a record cannot be read, by kind
+    **{"step": ("step",), "epoch": ("epoch",), "evaluation": ("split", "step")},
+    **{"note": ("text",), "digest": ("digest", "step"), "end": ("status",)},
+}
+
+CHECKS_OF = {
+    kind: {name: field.check for name, field in fields.items()} for kind, fields in FIELDS.items()
 }
 
 
@@ -291,17 +349,39 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_record(line: bytes | str) -> dict[str, Any]:
-    """Parse a line. Raises ValueError if it is no JSON object with a kind, a time and `NEEDED`."""
+    """Parse a line.
+
+    Raises ValueError if it is no JSON object with a kind, a time and `NEEDED`, or if a value is not
+    as in `FIELDS`.
+    """
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("no JSON: nested too deeply") from None
     if not isinstance(record, dict) or not {"kind", "time"} <= record.keys():
         raise ValueError("no JSON object with a kind and a time")
-    datetime.fromisoformat(str(record["time"]))
-    if missing := NEEDED.get(str(record["kind"]), set()) - record.keys():
-        raise ValueError(f"a record of this kind lacks {min(missing)}")
+    kind, time = record["kind"], record["time"]
+    if not isinstance(time, str) or not isinstance(kind, str) or not is_text(kind):
+        raise ValueError("its kind and its time must be texts")
+    try:
+        datetime.fromisoformat(time).timestamp()
+    except OverflowError as error:  # of a time without a zone, year 1 or 9999
+        raise ValueError(str(error)) from None
+    for name in NEEDED.get(kind, ()):
+        if record.get(name) is None:
+            raise ValueError(f"a record of this kind lacks {name}")
+    checks = CHECKS_OF.get(kind, {})
+    for name, value in record.items():
+        if name in checks and not checks[name](value):
+            raise ValueError(f"{name} cannot be {brief(json.dumps(value), 40)}")
     return record
+
+
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and infinity, which JSON does not have."""
+    raise ValueError(f"no JSON: {name}")
 
 
 def parse_line(line: bytes, number: int, path: Path) -> dict[str, Any]:

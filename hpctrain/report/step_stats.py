@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -52,10 +53,11 @@ class Costs:
     def add(self, step: Mapping[str, Any]) -> None:
         """Add one step, by its record."""
         self._steps += 1
-        self._rows += step.get("rows", 0)
-        self._seconds.update(step.get("seconds", {}))
-        if "slowest_rank" in step:
-            self._slowest[step["slowest_rank"]] += 1
+        self._rows += step.get("rows") or 0
+        seconds = step.get("seconds") or {}
+        self._seconds.update({phase: value or 0.0 for phase, value in seconds.items()})
+        if (rank := step.get("slowest_rank")) is not None:
+            self._slowest[rank] += 1
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the record's end; empty if there were no steps.
@@ -66,7 +68,7 @@ class Costs:
         chance (one half plus three standard deviations, 0.5 / sqrt(steps) each).
         """
         total, steps, run = self._seconds["total"], self._steps, self._run
-        if not total > 0:
+        if not 0 < total < math.inf:
             return {}
         idle = self._seconds["idle"] / total
         parts = {n: value for n, value in self._seconds.items() if n not in ("idle", "total")}

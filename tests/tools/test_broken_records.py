@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hpctrain as hp
+from tests.support.api import FIELDS, NEEDED, read_records
 from tests.support.page import watched
 from tests.support.ranks import alone
 from tests.support.records import (
@@ -82,3 +87,71 @@ def test_a_heartbeat_that_is_none_stops_nothing(runs, text):
     (runs / "bad" / "ranks" / "0.json").write_text(text)
     bad, good = alone("watch", "bad", "good", "--once").out.splitlines()
     assert bad.startswith("bad  ") and good.startswith("good  done")
+
+
+# Values that a field cannot have
+
+ODD = ["null", "true", "-1", "0", "0.5", "2", "1e308", "-1e308", "1e999", str(2**63), "9" * 400]
+ODD += ["NaN", "Infinity", "-Infinity", '"x"', '"\\ud800"', "[]", "[1]", "[" * 50_000]
+ODD += ["{}", '{"a": 1}', '{"a": null}', '{"a": NaN}', '{"a": "x"}', '{"a": [1]}', '{"a": {}}']
+OF_NUMBERS = {"{}", '{"a": 1}', '{"a": null}'}
+OF_ANY = OF_NUMBERS | {'{"a": "x"}', '{"a": [1]}', '{"a": {}}'}
+ALLOWED = {
+    int: {"0", "2"},
+    float: {"-1", "0", "0.5", "2", "1e308", "-1e308", str(2**63)},
+    str: {'"x"'},
+    bool: {"true"},
+    object: OF_ANY,
+}
+MADE = {record["kind"]: record for record in map(json.loads, GOOD)}
+
+
+def is_allowed(kind, name, text):
+    """Whether a field may have this value, given as JSON."""
+    if name in ("kind", "time"):
+        return (name, text) == ("kind", '"x"')  # of another version: it is ignored
+    if text == "null":
+        return name not in NEEDED.get(kind, [])
+    field = FIELDS[kind][name]
+    if name in ("accuracy", "balanced_accuracy"):
+        return text in ("0", "0.5")
+    objects = OF_ANY if field.type is object else OF_NUMBERS
+    return text in (objects if field.is_object else ALLOWED[field.type])
+
+
+def with_value(kind, name, text):
+    """The line of a record in which a field has this value, given as JSON."""
+    own = json.dumps({key: value for key, value in MADE[kind].items() if key != name})
+    return f'{own[:-1]}, "{name}": {text}}}\n'.encode()
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_line_with_a_value_that_its_field_cannot_have_is_corrupt(tmp_path, kind):
+    """For every field. Readers of other lines, and of other runs, go on."""
+    odd = [(name, text) for name in ("kind", "time", *FIELDS[kind]) for text in ODD]
+    wrong = [not is_allowed(kind, *each) for each in odd]
+    file = tmp_path / FILE
+    for each, is_wrong in zip(odd, wrong, strict=True):
+        file.write_bytes(with_value(kind, *each))
+        with pytest.raises(hp.UsageError, match="line 1 is no") if is_wrong else nullcontext():
+            assert len([*read_records(tmp_path)]) == 1, each
+    lines = [with_value(kind, *each) for each in odd]
+    make_run(tmp_path / "odd", *GOOD[:-1], *lines, GOOD[-1])
+    accepted = [line for line, is_wrong in zip(lines, wrong, strict=True) if not is_wrong]
+    read = make_run(tmp_path / "read", *GOOD[:-1], *accepted, GOOD[-1])
+    make_run(tmp_path / "good", *GOOD)
+    done = alone("watch", *(tmp_path / name for name in ("odd", "read", "good")), "--once")
+    assert (done.code, done.err) == (0, "")
+    of_odd, of_read, of_good = done.out.splitlines()
+    assert f"{sum(wrong)} lines of the record cannot be read" in of_odd
+    assert of_good.startswith("good  done") and "cannot be read" not in of_read
+    with watched(tmp_path / "odd", read) as page:
+        page.runs()
+        page.curves(0)
+        page.curves(1)
+    assert len(hp.history(read).steps["step"]) >= 8
+    done = alone("plot", tmp_path / "odd", read, "--output", tmp_path / "plot.png")
+    assert (
+        done.code == 0
+        and f"left out: {tmp_path / 'odd' / FILE}, line {len(GOOD)} is no" in done.out
+    )

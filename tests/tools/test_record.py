@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpctrain as hp
-from tests.support.api import FIELDS, Recorder, read_records, truncate_record
+from tests.support.api import FIELDS, NEEDED, Recorder, read_records, truncate_record
 from tests.support.launch import Job, run
 from tests.support.records import (
     FILE,
@@ -34,10 +34,11 @@ from tests.support.records import (
 from tests.support.wait import wait_for
 
 VALUES = {
-    int: st.integers(-(2**53), 2**53),
+    int: st.integers(0, 2**53),
     float: st.floats(),
     str: st.text(st.characters(exclude_categories=["Cs"])),
     bool: st.booleans(),
+    object: st.text("ab") | st.integers() | st.none(),
 }
 OWN = {"kind", "time", "nonfinite"}
 #: what the recorder adds, or needs: the time of the steps, the end of a launch
@@ -48,12 +49,14 @@ MADE["end"] |= {"images_per_second"}
 def records_of(kind):
     """Records of a kind with all its fields, each of its type, or null if it may be unknown."""
 
-    def values(field):
+    def values(name, field):
         if field.is_object:
             return st.dictionaries(st.text("abcdefgh_", min_size=1), VALUES[field.type])
-        return VALUES[field.type] if kind == "step" else st.none() | VALUES[field.type]
+        found = st.floats(0, 1) if field.is_share else VALUES[field.type]
+        is_known = kind == "step" or name in NEEDED.get(kind, ())
+        return found if is_known else st.none() | found
 
-    fields = {n: values(f) for n, f in FIELDS[kind].items() if n not in MADE.get(kind, ())}
+    fields = {n: values(n, f) for n, f in FIELDS[kind].items() if n not in MADE.get(kind, ())}
     return st.fixed_dictionaries({"kind": st.just(kind)} | fields)
 
 
