@@ -1,37 +1,34 @@
 """Initial weights, ``--init``: from files of hpctrain, and of other programs for the same network.
 
 Names may have a prefix: "module." (DataParallel), "model." (Lightning), "backbone.". It is found,
-not listed: it is the one with which most names are those of the network.
+not listed: it is the one with which most names are those of the network. torch.compile and
+DataParallel around a part of a network put "_orig_mod." or "module." inside names.
 
-Of files of torch.save (.pth, .pt, .ckpt), only tensors and plain values are read
-(``weights_only``), so that no code of a file is executed. The tensors may lie in an entry, such as
-"state_dict".
+In a file of torch.save (``torchfile.py``), the tensors may lie in an entry, such as "state_dict",
+or in an entry of an entry, such as "state.model".
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import warnings
-import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hpctrain.config.functions import one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.build import own_input
+from hpctrain.models.torchfile import read_torch_file, tensors_of
 from hpctrain.models.weights import COUNTER, is_torch_file, load_weights, read_model
 from hpctrain.text import listed
 
 # Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
 ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
-ARGUMENTS = argparse.Namespace  # stored by training scripts of timm and others; runs no code
+WRAPPERS = re.compile(r"\b(_orig_mod|module)\.")  # of torch.compile and DataParallel
+DEPTH = 3  # entries of entries in which weights are looked for
 Tensors = dict[str, Tensor]
 Scaling = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
 
@@ -75,10 +72,9 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
     and scaled by the ratio of the numbers of channels. Batch counters may be missing. Raises
     UsageError that names the first tensors that do not fit.
     """
-    found, metadata, entry = read_weights(path)
     state = model.state_dict()
-    tensors, prefix = rename(found, state)
-    left_out = [name for name in found if not name.startswith(prefix)]
+    found, metadata, entry = read_weights(path, state)
+    tensors, prefix, left_out = rename(found, state)
     fresh = fresh_classifier(model, tensors, classes)
     others = [name for name in tensors if name not in state]
     if fresh and not any(fresh.values()) and len({n.rpartition(".")[0] for n in others}) == 1:
@@ -108,17 +104,39 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
     )
 
 
-def rename(found: Tensors, wanted: Tensors) -> tuple[Tensors, str]:
-    """Return the tensors whose names begin with a prefix, without it, and the prefix.
+def rename(found: Tensors, wanted: Tensors) -> tuple[Tensors, str, list[str]]:
+    """Return the tensors whose names begin with a prefix, without it, the prefix, and other names.
 
-    It is the one with which most names are among the `wanted`, possibly none.
+    It is the one with which most names are among the `wanted`, possibly none. If more are without
+    wrappers inside names, these are removed, too, and are part of the prefix that is returned.
     """
+    plain = {name: name for name in found}
+    own = {name: name for name in wanted}
+    prefix, count = best_prefix(plain.values(), own)
+    bare = {name: WRAPPERS.sub("", name) for name in found}
+    own_bare = {WRAPPERS.sub("", name): name for name in wanted}
+    bare_prefix, bare_count = best_prefix(bare.values(), own_bare)
+    removed = ""
+    if bare_count > count and len(set(bare.values())) == len(bare):
+        plain, own, prefix = bare, own_bare, bare_prefix
+        removed = "".join(dict.fromkeys(m[0] for name in found for m in WRAPPERS.finditer(name)))
+    tensors, others = {}, []
+    for name, tensor in found.items():
+        if plain[name].startswith(prefix):
+            short = plain[name].removeprefix(prefix)
+            tensors[own.get(short, short)] = tensor
+        else:
+            others.append(name)
+    return tensors, prefix + removed, others
+
+
+def best_prefix(names: Iterable[str], wanted: Mapping[str, str]) -> tuple[str, int]:
+    """Return the prefix without which most `names` are `wanted`, and their number."""
     counts = Counter({"": 0})
-    for name in found:
+    for name in names:
         starts = (0, *(dot.end() for dot in re.finditer(r"\.", name)))
         counts.update(name[:start] for start in starts if name[start:] in wanted)
-    prefix = max(counts, key=counts.__getitem__)
-    return {n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}, prefix
+    return max(counts.items(), key=lambda item: item[1])
 
 
 def fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[str, int]:
@@ -136,39 +154,46 @@ def fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[s
     return {n: s[0] for n, s in theirs.items() if s != own[n] and s and s[1:] == own[n][1:]}
 
 
-def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
+def read_weights(path: str | Path, wanted: Tensors) -> tuple[Tensors, dict[str, Any], str]:
     """Read the tensors of a file, its metadata, and the name of the entry in which they lie.
 
+    Of several entries it is one of `ENTRIES`, else that with most names of the `wanted` tensors.
     Raises UsageError if it is neither a safetensors file nor one of torch.save, is damaged, or
     holds objects that only code of the file could make.
     """
     if not is_torch_file(path):
         return *read_model(path), ""
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():  # torch.load does not compare the checksums
-                    raise ValueError(f"{damaged} does not match its CRC-32")
-        with torch.serialization.safe_globals([ARGUMENTS]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old formats
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = f"cannot be read by torch.load: {one_line(error)[:200]}"
-        if unknown := re.search(r"GLOBAL (\S+)", str(error)):
-            reason = (
-                f"holds an object of the type {unknown[1]}, and no code of a file is executed to"
-                " make it: save the network's .state_dict() alone"
-            )
-        raise UsageError(f"{path} {reason}") from error
-    homes = {"": found, **found} if isinstance(found, dict) else {}
-    tensors = {
-        entry: {n: t for n, t in home.items() if isinstance(n, str) and isinstance(t, Tensor)}
-        for entry, home in homes.items()
-        if isinstance(home, Mapping)
-    }
+    content = read_torch_file(path)
+    tensors = {entry: tensors_of(held) for entry, held in entries_of(content)}
     holding = [e for e, held in tensors.items() if any(t.dim() > 1 for t in held.values())]
     if not holding:
-        raise UsageError(f"{path} holds no weights: no tensors by name, also not in an entry of it")
-    usual = [entry for entry in ENTRIES if entry in holding]
-    entry = (usual or sorted(holding, key=lambda entry: -len(tensors[entry])))[0]
+        text = "no tensors by name, also not in an entry of it"
+        raise UsageError(f"{path} holds no weights, {text}, but {summary(content)}")
+    fitting = {entry: len(rename(tensors[entry], wanted)[0].keys() & wanted) for entry in holding}
+    entry = min(holding, key=lambda e: (rank_of(e), -fitting[e], -len(tensors[e])))
     return tensors[entry], {}, entry
+
+
+def entries_of(content: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping]]:
+    """Yield the dicts of a file by name: "" itself, "state" an entry, "state.model" one of it."""
+    if not isinstance(content, Mapping):
+        return
+    yield name, content
+    for key, value in content.items():
+        if isinstance(key, str) and depth < DEPTH:
+            yield from entries_of(value, f"{name}.{key}" if name else key, depth + 1)
+
+
+def rank_of(entry: str) -> int:
+    """Return the place of an entry among those that usually hold weights; all others are last."""
+    last = entry.rpartition(".")[2]
+    return ENTRIES.index(last) if last in ENTRIES else len(ENTRIES)
+
+
+def summary(content: Any) -> str:
+    """Return in a few words what a file holds."""
+    kind = type(content).__name__
+    if isinstance(content, Mapping):
+        return f"{kind} with {listed(map(str, content), 5) or 'nothing'}"
+    size = f" of {len(content)}" if isinstance(content, list | tuple) else ""
+    return f"{kind}{size}"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import datetime
 import os
+import pathlib
+import warnings
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -162,6 +167,80 @@ def test_the_network_for_which_a_file_was_saved_is_named(tmp_path):
     assert "own (saved for --model net) does not fit the model" in refusal(net(), tmp_path / "own")
 
 
+def test_values_of_training_scripts_beside_the_weights_are_read_or_left_out(tmp_path):
+    source, model = net(), net()
+    beside = {
+        "epoch": np.int64(3),
+        "best": [np.float64(0.5), np.float32(0.5), np.bool_(True), np.str_("top1")],
+        "curve": np.arange(6.0).reshape(2, 3, order="F"),
+        "random": np.random.RandomState(0).get_state(),
+        "history": collections.defaultdict(list, {"loss": [1.0]}),
+        "args": argparse.Namespace(lr=0.1, output=pathlib.Path("/x/y")),
+        "windows": pathlib.PureWindowsPath("c:/x"),
+        "time": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC),
+    }
+    found = load_init(model, saved(tmp_path / "m", {"net": source.state_dict()} | beside), 7, 3)
+    assert (found.entry, found.left_out) == ("net", ())
+    check_loaded(model, source.state_dict(), ())
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_arrays_of_numpy_are_weights(tmp_path, order):
+    source, model = net(), net()
+    arrays = {name: tensor.numpy() for name, tensor in source.state_dict().items()}
+    arrays = {n: np.array(a, a.dtype.newbyteorder(order), order="F") for n, a in arrays.items()}
+    load_init(model, saved(tmp_path / "m", arrays), 7, 3)
+    check_loaded(model, source.state_dict(), ())
+
+
+def test_arrays_of_objects_are_refused(tmp_path):
+    held = {**net().state_dict(), "names": np.array([{}, None], object)}
+    assert "dtype 'O8' holds no numbers" in refusal(net(), saved(tmp_path / "m", held))
+
+
+@pytest.mark.parametrize("entry", ["state.model", "a.b.net", "discriminator"])
+def test_weights_are_found_in_entries_of_entries(tmp_path, entry):
+    """Of several those with the names of the network."""
+    source, model, held = net(), net(), net().state_dict()
+    held = source.state_dict()
+    for name in reversed(entry.split(".")):
+        held = {name: held}
+    held["generator"] = prefixed("larger.", hp.build("resnet18", SHAPE, 7).state_dict())
+    found = load_init(model, saved(tmp_path / "m", held), 7, 3)
+    assert found.entry == entry and f"--init {entry} of " in str(found)
+    check_loaded(model, source.state_dict(), ())
+
+
+@pytest.mark.parametrize(
+    ("of_file", "own"),
+    [
+        ("0._orig_mod.", "0."),
+        ("module.0.module._orig_mod.", "0."),
+        ("model._orig_mod.0.", "0."),
+        ("0.", "0._orig_mod."),
+    ],
+)
+def test_wrappers_inside_names_are_removed(tmp_path, of_file, own):
+    source, model = net(), net()
+    if "_orig_mod" in own:
+        model[0] = nn.Sequential(collections.OrderedDict(_orig_mod=model[0]))
+    outer = of_file.partition("0.")[0]
+    renamed = {
+        n.replace("0.", of_file, 1) if n.startswith("0.") else outer + n: tensor
+        for n, tensor in source.state_dict().items()
+    }
+    found = load_init(model, saved(tmp_path / "m", renamed), 7, 3)
+    assert torch.equal(next(model.parameters()), next(source.parameters()))
+    assert found.fresh == {} and found.left_out == ()
+    assert ("_orig_mod." in found.prefix) == ("_orig_mod" in of_file)
+
+
+def test_a_program_of_torchscript_is_refused_by_name(tmp_path):
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.script(net()).save(tmp_path / "m")
+    assert "m is a program of TorchScript: save its .state_dict()" in refusal(net(), tmp_path / "m")
+
+
 class Executing:
     """Writes a file when it is unpickled."""
 
@@ -186,9 +265,19 @@ def test_no_code_of_a_file_is_executed(tmp_path, zipped):
     assert load_init(net(), path, 7, 3).entry == "state_dict"
 
 
-@pytest.mark.parametrize("held", [[1, 2], torch.ones(2, 2), {}, {"lr": 0.1}, {"model": {"a": 1}}])
-def test_files_without_weights_are_refused(tmp_path, held):
-    assert "m holds no weights" in refusal(net(), saved(tmp_path / "m", held))
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ([1, 2], "but list of 2"),
+        (torch.ones(2, 2), "but Tensor"),
+        ({}, "but dict with nothing"),
+        ({"lr": 0.1}, "but dict with lr"),
+        ({"model": {"a": 1}}, "but dict with model"),
+    ],
+)
+def test_files_without_weights_are_refused(tmp_path, held, said):
+    text = refusal(net(), saved(tmp_path / "m", held))
+    assert "m holds no weights" in text and text.endswith(said)
 
 
 def test_damaged_files_are_refused(tmp_path):
