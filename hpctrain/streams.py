@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar, cast
 
@@ -49,6 +50,22 @@ def record_event(device: torch.device, timing: bool = False, stream: Stream = No
     return event
 
 
+def set_device(device: torch.device) -> None:
+    """Make `device` the current one of this thread; nothing on the CPU.
+
+    A new thread has the first GPU, whichever the rank uses. A call of CUDA there, even one that
+    waits for an event of another GPU, creates a context on the first GPU: 0.5 GiB of its memory for
+    every rank of the node.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def start_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """Return a pool of one thread that queues work on `device`, which is its current device."""
+    return ThreadPoolExecutor(1, name, initializer=set_device, initargs=(device,))
+
+
 def new_stream(device: torch.device) -> Stream:
     """Create a stream beside the current one of `device`; None on the CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -57,13 +74,10 @@ def new_stream(device: torch.device) -> Stream:
 def use_stream(stream: Stream) -> AbstractContextManager[None]:
     """Return a context in which `stream` is the current one of this thread.
 
-    Its GPU remains the thread's current device afterwards: a new thread has the first GPU,
-    whichever the rank uses, and torch would switch back to it and create a context there.
+    The thread's current device must be the GPU of the stream: torch would switch back to another
+    one at the end, and create a context there (`set_device`).
     """
-    if stream is None:
-        return nullcontext()
-    torch.cuda.set_device(stream.device)
-    return torch.cuda.stream(stream)
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Upload:
@@ -77,6 +91,8 @@ class Upload:
     ) -> None:
         """Allocate a buffer of `shape`, (largest count, H, W, C); pinned for a GPU."""
         self.device = torch.device(device)
+        if self.device == torch.device("cuda"):  # which is another GPU in another thread
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = new_stream(self.device)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         self._buffer = torch.empty(shape, dtype=kind, pin_memory=self.device.type == "cuda")

@@ -25,8 +25,9 @@ from hpctrain.data.orders import BlockOrder, Order
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
-from hpctrain.streams import Event, Upload, copy_to_device
+from hpctrain.streams import Event, Upload, copy_to_device, start_thread
 
+CPU = torch.device("cpu")
 AHEAD = 3  # steps that are prefetched
 HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
@@ -92,7 +93,8 @@ class Prefetcher(Iterator[Made]):
 
     If the next result is ready, the thread first leaves the interpreter to the consumer for
     `head_start` seconds, so that later work does not delay the kernels of the current step. An
-    error is raised in place of the result of its item, and ends the iteration.
+    error is raised in place of the result of its item, and ends the iteration. `device` is the
+    thread's current one.
 
     Not a generator: Python closes those wherever it collects garbage, and to wait for a thread
     there can deadlock, for example inside ``Thread.start``.
@@ -104,11 +106,12 @@ class Prefetcher(Iterator[Made]):
         items: Iterable[Item],
         count: int = 1,
         head_start: float = 0.0,
+        device: torch.device = CPU,
     ) -> None:
         self._make, self._items, self._count = make, iter(items), count
         self._head_start, self._wanted = head_start, threading.Event()
         self._waiting: deque[Future[Made]] = deque()
-        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._thread = start_thread("prefetch", device)
 
     def __next__(self) -> Made:
         for item in islice(self._items, self._count + 1 - len(self._waiting)):
@@ -212,7 +215,8 @@ class Loader:
                 for number in range(epoch, max(self.epochs, epoch + 1))
                 for step in range(first_step if number == epoch else 0, self.partition.steps)
             )
-            self._prefetch = Prefetcher(self._read_step, places, AHEAD, HEAD_START)
+            device = self._upload.device
+            self._prefetch = Prefetcher(self._read_step, places, AHEAD, HEAD_START, device)
         prefetch, steps = self._prefetch, self.partition.steps
         self._following, reads_on = None, False
         try:

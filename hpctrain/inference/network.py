@@ -197,7 +197,8 @@ class Inference(NamedTuple):
         with (
             evaluating(self.model),
             fork_rng(device),
-            closing(Prefetcher(load, numbers)) as loaded,  # also if a traceback keeps this frame
+            # Closed also if a traceback keeps this frame.
+            closing(Prefetcher(load, numbers, device=device)) as loaded,
         ):
             yield from copy_to_host(computed(loaded), device)
 

@@ -189,11 +189,12 @@ def _empty_of_cupy(length: int, dtype: torch.dtype, device: torch.device) -> tor
 def seed_torch(key: int, device: torch.device) -> None:
     """Seed the generators that a model on this device draws from (dropout).
 
-    `torch.manual_seed` is not used: it spends 0.3 ms per call on devices that do not exist.
+    `torch.manual_seed` is not used: it spends 0.3 ms per call on devices that do not exist. Neither
+    is `torch.cuda.manual_seed`, which seeds the current GPU of the thread, whichever that is.
     """
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
-        torch.cuda.manual_seed(key)
+        torch.cuda.default_generators[device.index].manual_seed(key)
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:

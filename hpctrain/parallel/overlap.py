@@ -20,7 +20,7 @@ work that backward had queued when a segment was complete; the step's stream wai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from hpctrain.parallel.mpi import MPI, Comm, library
 from hpctrain.parallel.reduce import Bfloat16Reduce, Reduce
 from hpctrain.parallel.transport import HostMemory, Pinned, Transport
 from hpctrain.parallel.tree import TreeReduce
-from hpctrain.streams import Event, new_stream, record_event, use_stream
+from hpctrain.streams import Event, new_stream, record_event, start_thread, use_stream
 
 
 def cut(layout: Layout, parts: int) -> list[range]:
@@ -75,7 +75,7 @@ class Overlapped(Reduce):
             for part, members in enumerate(self._members)
             for number in members
         ]
-        self._thread = ThreadPoolExecutor(1, "overlap")
+        self._thread = start_thread("overlap", message.device)
         self._stream = new_stream(message.device)
         self._sums: list[Future[None]] = []  # of the parts that were sent in this step
         self.begin([])

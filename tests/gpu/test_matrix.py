@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.gpu.emulator import launch
+from tests.gpu.emulator import REPORT, launch
 from tests.support.api import read_records
 from tests.support.launch import Job, mpirun, run_mpi
 from tests.support.packs import make_pack
@@ -38,6 +38,7 @@ def test_every_two_settings_together(tmp_path):
     assert path.exists(), printed
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert problems(found) == []
+    assert REPORT not in done.stderr, printed
     assert done.returncode == 0, printed
     wanted = list(product()) if which == "all" else pairwise()
     assert [Cell(*result["cell"]) for result in found] == wanted

@@ -13,6 +13,7 @@ from tests.support.launch import run_cli, run_mpi
 
 EMULATED = importlib.util.find_spec("emulated_gpu") is not None
 #: When the devices do their work, see queue.c; a program that is right has the same results in all.
+REPORT = "emulated GPU: cuda"  # begins what check_device and use_context of device.c print
 ORDERS = ("early", "late", "1", "2")
 
 
@@ -25,7 +26,8 @@ def launch(
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m hpctrain ARGS` on `ranks` ranks with `gpus` emulated GPUs, by default one each (4
-    at most), that do their work in an order of ORDERS or, "free", beside the host.
+    at most), that do their work in an order of ORDERS or, "free", beside the host. Every thread of
+    a rank uses its GPU alone.
     """
     variables = {
         "HPCTRAIN_EMULATED_GPUS": str(gpus or min(ranks, 4)),
@@ -33,5 +35,8 @@ def launch(
         **(env or {}),
     }
     if ranks == 1:
-        return run_cli(args, timeout, variables)
-    return run_mpi(ranks, ["-m", "hpctrain", *args], timeout, variables)
+        done = run_cli(args, timeout, variables)
+    else:
+        done = run_mpi(ranks, ["-m", "hpctrain", *args], timeout, variables)
+    assert REPORT not in done.stderr, done.stderr
+    return done

@@ -28,9 +28,8 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 }
 
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
-    (void)device;
     *flags = 0;
-    *active = 1;
+    *active = has_context(device);
     return CUDA_SUCCESS;
 }
 

@@ -19,6 +19,7 @@
 #include <cuda_runtime_api.h>
 
 enum { MOST_DEVICES = 4 };
+#define DEVICE_BYTES ((size_t)16 << 30)
 typedef struct Stream Stream;
 typedef struct Capture Capture;
 typedef struct Graph Graph;
@@ -52,6 +53,7 @@ struct Stream {
 
 typedef struct Event {
     bool timing, recorded;
+    int device;
     Stream *stream; /* where it was recorded last, after which work */
     uint64_t number;
     double seconds; /* when that was done */
@@ -68,10 +70,13 @@ bool stream_of(cudaStream_t handle, Stream **found); /* false: no such stream */
 Stream *default_stream(int device);
 Stream *all_streams(void);
 Stream *add_stream(int device, bool blocking);
-void enter(void); /* takes the lock for a call of the host, which may let some work be done */
+/* Takes the lock for a call of the host, which may let some work be done. */
+void enter_call(const char *name);
+#define enter() enter_call(__func__)
 void leave(void);
 Work *make_work(void (*run)(void *), void (*drop)(void *), void *data);
-cudaError_t enqueue(cudaStream_t handle, Work *work); /* the same as enter, queue, leave */
+cudaError_t enqueue_call(const char *name, cudaStream_t handle, Work *work); /* enter, queue, leave */
+#define enqueue(handle, work) enqueue_call(__func__, handle, work)
 cudaError_t enqueue_locked(Stream *stream, Work *work);
 void finish_locked(Stream *stream, uint64_t number); /* the host waits */
 void finish_device_locked(int device);
@@ -99,18 +104,24 @@ bool find_block(const void *address, Block *found);
 /* device.c */
 int device_count(void);
 int current_device(void);
+int exchange_device(int chosen); /* returns the one before; creates no context */
+bool has_context(int device);
+void use_context(const char *call);             /* creates that of the current device */
+void check_device(int used, const char *call);  /* reports another than the current device */
 cudaError_t told(cudaError_t code); /* what a call returns: cudaGetLastError gives it again */
 cudaError_t failed(void);           /* the error of a kernel, of which a device does not recover */
 
 /* For operators.cpp and the tests: what is counted, and how a kernel is launched. */
 enum {
     LAUNCHES, COPIES_UP, COPIES_DOWN, COPIES_WITHIN, BYTES_UP, BYTES_DOWN, BYTES_WITHIN,
-    ALLOCATIONS, FREES, HOST_ALLOCATIONS, HOST_WAITS, HOST_BLOCKED, GRAPH_LAUNCHES, COUNTERS
+    ALLOCATIONS, FREES, HOST_ALLOCATIONS, HOST_WAITS, HOST_BLOCKED, GRAPH_LAUNCHES, OTHER_DEVICE,
+    COUNTERS
 };
 extern uint64_t emulator_counters[COUNTERS];
 cudaError_t emulator_launch(cudaStream_t, void (*run)(void *), void (*drop)(void *), void *data);
 cudaError_t emulator_mark_freed(int device, cudaStream_t, void *start, size_t length);
 void emulator_fail(const char *words);
+unsigned emulator_contexts(void); /* a bit for each device */
 bool emulator_set_order(const char *text, long idle_milliseconds);
 
 #endif

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 enum { NAN_BYTE = 0xff };
-static const size_t DEVICE_BYTES = (size_t)16 << 30;
 
 static pthread_mutex_t blocks_lock = PTHREAD_MUTEX_INITIALIZER;
 static Block *blocks; /* by address */
@@ -111,6 +110,8 @@ static cudaError_t give_back(void *pointer, enum cudaMemoryType type) {
     if (!find_block(pointer, &block) || block.start != pointer || block.type != type)
         return told(cudaErrorInvalidValue);
     enter();
+    if (type == cudaMemoryTypeDevice)
+        check_device(block.device, "cudaFree");
     cudaError_t code = unsafe_in_capture_locked();
     if (!code)
         finish_device_locked(block.device);
@@ -138,6 +139,7 @@ cudaError_t cudaHostUnregister(void *pointer) {
 }
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+    use_context(__func__);
     *total = DEVICE_BYTES;
     *available = DEVICE_BYTES - used[current_device()];
     return cudaSuccess;
@@ -199,6 +201,8 @@ static cudaError_t copy(void *to, const void *from, size_t length, cudaStream_t 
     cudaError_t code = failed();
     if (!code && !stream_of(handle, &stream))
         code = cudaErrorInvalidResourceHandle;
+    if (!code)
+        check_device(stream->device, __func__);
     wait |= target == cudaMemoryTypeUnregistered;
     if (!code && wait)
         code = forbidden_in_capture_locked(stream);
@@ -258,10 +262,9 @@ cudaError_t cudaMemset(void *start, int value, size_t length) {
 /* The default stream of a device has no handle of its own: the device tells which one it is. */
 cudaError_t emulator_mark_freed(int device, cudaStream_t stream, void *start, size_t length) {
     Work *fill = make_fill(start, NAN_BYTE, length);
-    int before = current_device();
+    int before = exchange_device(device);
     fill->at_once = true;
-    cudaSetDevice(device);
     cudaError_t code = enqueue(stream, fill);
-    cudaSetDevice(before);
+    exchange_device(before);
     return code;
 }

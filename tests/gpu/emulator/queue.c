@@ -244,7 +244,8 @@ bool emulator_set_order(const char *text, long idle_milliseconds) {
     return known;
 }
 
-void enter(void) {
+void enter_call(const char *name) {
+    use_context(name);
     pthread_mutex_lock(&emulator_lock);
     if (!started)
         start();
@@ -337,13 +338,16 @@ cudaError_t enqueue_locked(Stream *s, Work *work) {
     return cudaSuccess;
 }
 
-cudaError_t enqueue(cudaStream_t handle, Work *work) {
+cudaError_t enqueue_call(const char *name, cudaStream_t handle, Work *work) {
     Stream *stream;
-    enter();
+    enter_call(name);
     cudaError_t code = failed();
-    if (!code)
-        code = stream_of(handle, &stream) ? enqueue_locked(stream, work)
-                                          : cudaErrorInvalidResourceHandle;
+    if (!code && !stream_of(handle, &stream))
+        code = cudaErrorInvalidResourceHandle;
+    if (!code) {
+        check_device(stream->device, name);
+        code = enqueue_locked(stream, work);
+    }
     leave();
     if (code) {
         if (work->drop)

@@ -32,10 +32,15 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
 }
 
 /* Takes the lock for a call on a stream: it, or why there can be none. */
-static cudaError_t enter_stream(cudaStream_t handle, Stream **stream) {
-    enter();
-    return stream_of(handle, stream) ? failed() : cudaErrorInvalidResourceHandle;
+static cudaError_t enter_stream_call(const char *name, cudaStream_t handle, Stream **stream) {
+    enter_call(name);
+    if (!stream_of(handle, stream))
+        return cudaErrorInvalidResourceHandle;
+    check_device((*stream)->device, name);
+    return failed();
 }
+
+#define enter_stream(handle, stream) enter_stream_call(__func__, handle, stream)
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream *stream;
@@ -92,6 +97,8 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     Event *made = calloc(1, sizeof *made);
     made->timing = !(flags & cudaEventDisableTiming);
     made->references = 1;
+    made->device = current_device();
+    use_context(__func__);
     *event = (cudaEvent_t)made;
     return cudaSuccess;
 }
@@ -169,6 +176,7 @@ static cudaError_t check_event_locked(Event *event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     Event *event = (Event *)handle;
     enter();
+    check_device(event->device, __func__);
     cudaError_t code = check_event_locked(event);
     emulator_counters[HOST_WAITS]++;
     if (!code && event->recorded) {
@@ -182,6 +190,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
     Event *event = (Event *)handle;
     enter();
+    check_device(event->device, __func__);
     cudaError_t code = check_event_locked(event);
     if (!code && event->recorded &&
         !has_finished_locked(event->stream, event->number, &event->polls))
@@ -193,6 +202,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t first, cudaEvent_t second) {
     Event *from = (Event *)first, *to = (Event *)second;
     enter();
+    check_device(from->device, __func__);
     cudaError_t code = cudaSuccess;
     if (!from->timing || !to->timing || !from->recorded || !to->recorded)
         code = cudaErrorInvalidResourceHandle;

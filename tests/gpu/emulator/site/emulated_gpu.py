@@ -23,6 +23,7 @@ COUNTERS = (
     "host_waits",
     "host_blocked",
     "graph_launches",
+    "other_device",
 )
 
 
@@ -43,10 +44,17 @@ def runtime() -> ctypes.CDLL:
 def counts() -> dict[str, int]:
     """What this process asked of the emulated runtime so far: kernels, copies by their way and
     their bytes, memory from the driver, calls that make the host wait, and among these
-    (`host_blocked`) those that found work undone.
+    (`host_blocked`) those that found work undone; calls that use objects of another device than the
+    current one of their thread (`other_device`).
     """
     found = (ctypes.c_uint64 * len(COUNTERS)).in_dll(runtime(), "emulator_counters")
     return dict(zip(COUNTERS, found, strict=True))
+
+
+def contexts() -> list[int]:
+    """The devices on which this process has a context: those that were current in a call."""
+    bits = runtime().emulator_contexts()
+    return [number for number in range(bits.bit_length()) if bits >> number & 1]
 
 
 def set_order(order: str, idle: int = 20) -> None:

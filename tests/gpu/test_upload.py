@@ -15,7 +15,7 @@ from tests.support.source import Source
 SHAPE, SEED = (12, 10, 3), 3
 PARTITION = hp.cut_epoch(101, 16, 3)  # 7 steps; the last has 5 samples
 SCALING = (torch.tensor([0.1, 0.4, 0.7]), torch.tensor([0.3, 0.2, 0.5]))
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def noisy(kind):
@@ -49,7 +49,6 @@ def batches(device, *settings, use=lambda batch: batch, **more):
     return [use(b) for epoch in (0, 1) for step in loader.epoch(epoch) for b in step]
 
 
-@needs_gpu
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpu_makes_the_bits_of_the_cpu(case):
     here, there = batches("cpu", *CASES[case]), batches("cuda", *CASES[case])
@@ -61,7 +60,6 @@ def test_a_gpu_makes_the_bits_of_the_cpu(case):
     assert not torch.equal(there[0].images[:1], there[-3].images[:1])
 
 
-@needs_gpu
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_floats_have_the_bits_of_the_cpu_too(dtype):
     settings = {"augmentation": Augmentation(True, 0)}, None
@@ -70,7 +68,6 @@ def test_floats_have_the_bits_of_the_cpu_too(dtype):
         assert torch.equal(one.images, other.images.cpu())
 
 
-@needs_gpu
 @pytest.mark.parametrize("case", NOISY)
 def test_a_gpu_draws_noise_of_its_own_the_same_whoever_carries_a_shard(case):
     here, there = batches("cpu", *NOISY[case]), batches("cuda", *NOISY[case])
@@ -84,7 +81,6 @@ def test_a_gpu_draws_noise_of_its_own_the_same_whoever_carries_a_shard(case):
     assert not torch.equal(found[0], found[1])
 
 
-@needs_gpu
 def test_a_slow_user_sees_the_batch_that_it_took():
     """Every batch is dropped while the kernel that reads it still waits behind a slow one, and the
     thread goes on to use memory again: without `record_stream` or the wait, other bits.
@@ -110,7 +106,7 @@ def no_hidden_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@needs_gpu
+@pytest.mark.filterwarnings("default:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("case", CASES | NOISY)
 def test_no_host_waits_for_the_gpu_unasked(case):
     """Neither the thread that trains nor the one that reads."""

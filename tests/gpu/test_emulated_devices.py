@@ -1,0 +1,90 @@
+"""Which GPU the threads of a process use, and what the emulated one tells of another."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.gpu.emulator import REPORT
+from tests.support.launch import ROOT, run, run_mpi
+from tests.support.packs import make_pack
+
+pytestmark = pytest.mark.emulated_gpu
+TWO = {"HPCTRAIN_EMULATED_GPUS": "2"}
+
+FORGETFUL = """
+import threading, torch, emulated_gpu
+torch.cuda.set_device(1)
+event = torch.cuda.current_stream().record_event()
+def wait(device=None):
+    if device is not None:
+        torch.cuda.set_device(device)
+    event.synchronize()
+def in_thread(*arguments):
+    thread = threading.Thread(target=wait, args=arguments)
+    thread.start()
+    thread.join()
+in_thread(1)
+assert emulated_gpu.contexts() == [1] and emulated_gpu.counts()["other_device"] == 0
+in_thread()
+in_thread()
+print(emulated_gpu.contexts(), emulated_gpu.counts()["other_device"])
+"""
+
+
+def test_a_thread_that_has_another_device_is_reported_once_for_each_call():
+    done = run([sys.executable, "-c", FORGETFUL], 100, TWO, ROOT)
+    assert done.stdout == "[0, 1] 2\n", done.stdout + done.stderr
+    assert done.stderr.splitlines() == [
+        f"{REPORT}EventSynchronize creates a context on GPU 0, too",
+        f"{REPORT}EventSynchronize uses GPU 1, and its thread's current device is GPU 0",
+    ]
+
+
+RANK = """
+import sys, threading, emulated_gpu, numpy as np, torch
+import hpctrain as hp
+folder, failed = sys.argv[1], []
+threading.excepthook = lambda args: failed.append(args.exc_value)
+config = hp.Config(
+    data=f"{folder}/pack.h5", runs_dir=folder, run="a", device="cuda", epochs=2, batch_size=32,
+    shuffle="blocks", read_buffer="1k", overlap=2, checkpoint_every="1epochs", precision="default",
+    progress="none", threads=1,
+)
+trained = threading.Thread(target=hp.train, args=[config])
+trained.start()
+trained.join()
+assert not failed, failed
+rank = hp.start_mpi().rank
+assert emulated_gpu.contexts() == [rank] and emulated_gpu.counts()["other_device"] == 0
+"""
+
+
+def test_every_thread_of_a_rank_uses_its_gpu_alone(tmp_path):
+    """Also if a thread of the user's trains, and of a network on another GPU than the current."""
+    splits = {"train": 127, "validation": 20, "test": 31}
+    make_pack(tmp_path / "pack.h5", splits, shape=(13, 11, 3))
+    done = run_mpi(2, ["-c", RANK, str(tmp_path)], 100, TWO)
+    assert done.returncode == 0 and REPORT not in done.stderr, done.stdout + done.stderr
+    done = run([sys.executable, "-c", LOADED, str(tmp_path / "a")], 100, TWO, ROOT)
+    assert done.returncode == 0 and REPORT not in done.stderr, done.stdout + done.stderr
+
+
+LOADED = """
+import sys, emulated_gpu, numpy as np, torch
+import hpctrain as hp
+network = hp.load(sys.argv[1], device="cuda:1")
+images = np.zeros((7, *network.image_shape), np.uint8)
+here = hp.load(sys.argv[1], device="cpu").predict(images)
+there = network.predict(images, batch_size=2)
+np.testing.assert_allclose(here.probabilities, there.probabilities, rtol=1e-4)
+assert emulated_gpu.contexts() == [1] and emulated_gpu.counts()["other_device"] == 0
+assert torch.cuda.current_device() == 0
+network.model.register_forward_hook(lambda model, given, out: torch.dropout(out, 0.5, True))
+drawn = []  # by the block's own random numbers, whatever the generator did before
+for _ in range(2):
+    drawn.append(network.predict(images).probabilities)
+    torch.randn(3, device="cuda:1")
+assert np.array_equal(*drawn) and not np.array_equal(drawn[0], there.probabilities)
+"""
