@@ -75,17 +75,24 @@ def import_function(name: str, flag: str) -> Imported:
     return Imported(setting, function, getattr(module, "__file__", None) or "")
 
 
+def is_own(setting: str, value: object) -> bool:
+    """Whether this value of a setting, by its name in `SETTINGS`, is a function of one's own."""
+    if setting not in SETTINGS or ":" not in str(value):
+        return False
+    return setting != "model" or not str(value).startswith("timm:")
+
+
 def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: bool) -> None:
     """Raise UsageError if settings from a file name functions of one's own, without --trust-code.
 
     It is called wherever a file names functions: a file of --config, of a sweep, of a run or of a
-    network. A function named on the command line is trusted.
+    network. A function named on the command line is trusted. A run is resumed by the command that
+    names its functions, as it began (training/folder.py: keep_settings).
     """
-    named = [str(settings.get(name) or "") for name in SETTINGS]
-    own = dict.fromkeys(name for name in named if ":" in name and not name.startswith("timm:"))
-    if own and not trust_code:
+    named = dict.fromkeys(str(value) for name, value in settings.items() if is_own(name, value))
+    if named and not trust_code:
         raise UsageError(
-            f"{file} names {listed(own)}: a function that a file names is imported only with"
+            f"{file} names {listed(named)}: a function that a file names is imported only with"
             " --trust-code (in Python, trust_code=True)"
         )
 

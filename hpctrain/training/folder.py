@@ -22,6 +22,7 @@ import torch
 
 from hpctrain import __version__
 from hpctrain.config import Config, from_table, to_toml
+from hpctrain.config.functions import is_own
 from hpctrain.config.option import flag_of
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
@@ -291,7 +292,8 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
     """Return the settings with which a run goes on: `before` those of its first launch, but `FREE`.
 
     Raises UsageError with the first other setting that differs, unless both are defaults: a default
-    that has changed since stays as it was.
+    that has changed since stays as it was. A function of the user's own is always given again: no
+    file of the run can make this launch import it.
     """
     kept: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
@@ -299,10 +301,13 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
         if name in FREE:
             continue
         kept[name] = getattr(before, name)
-        if config.init and name in ("model", "small_stem") and new == field.default:
+        is_named_by_file = new != kept[name] and is_own(name, kept[name])
+        of_init = config.init and name in ("model", "small_stem") and new == field.default
+        if of_init and not is_named_by_file:
             continue  # those of the network of --init
         old = plan.precision if name == "precision" else kept[name]  # as resolved
-        if new != old and (new != field.default or name in plan.chosen):
+        is_chosen = new != field.default or name in plan.chosen or is_named_by_file
+        if new != old and is_chosen:
             flag = flag_of(name)
             was, now = (
                 f"with {flag} {v}" if v is not None else f"without {flag}" for v in (old, new)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import ClassWeights, Config, Every
+from hpctrain.config.functions import is_own
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
@@ -174,7 +175,7 @@ def use_network_of_init(config: Config) -> Config:
     if known.get("task") != config.task:
         return config
     name = known["model"]
-    if ":" in name and not name.startswith("timm:"):
+    if is_own("model", name):
         raise UsageError(f"--init {config.init}: its network is {name}: give --model {name}")
     small = config.small_stem or known["small_stem"]
     return dataclasses.replace(config, model=name, small_stem=small)

@@ -158,6 +158,7 @@ FILES = """
 --config bad/trust.toml --trust-code | bad/trust.toml trust_code
 --config bad/model.toml | bad/model.toml mine:net --trust-code
 --config bad/loss.toml | bad/loss.toml mine:loss --trust-code
+--config bad/timm.toml | bad/timm.toml timm:list_models --trust-code
 --config bad/loss.toml --loss other:loss --metric other:m | bad/loss.toml mine:images --trust-code
 """
 TOML = {
@@ -173,6 +174,7 @@ TOML = {
     "choice": "resume = 'perhaps'\n",
     "trust": "trust_code = true\n",
     "model": 'model = "mine:net"\n',
+    "timm": 'model = "timm:resnet18"\nmetric = "timm:list_models"\n',
     "loss": 'loss = "mine:loss"\naugment = "mine:images"\n',
 }
 

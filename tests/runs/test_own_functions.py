@@ -18,7 +18,7 @@ from tests.support.packs import make_pack
 from tests.support.pictures import arrays
 from tests.support.ranks import command
 from tests.support.records import read_strictly
-from tests.support.runs import train_once
+from tests.support.runs import SAME, train_once
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
 
@@ -168,3 +168,23 @@ def test_functions_of_the_training_are_imported_with_trust_code_only(pack):
     with pytest.raises(hp.UsageError, match=r"config\.toml names .*trust_code=True"):
         _ = hp.load(run).config
     assert hp.load(run, trust_code=True).config.augment == own("darken")
+
+
+def test_a_run_is_resumed_without_importing_what_its_files_name(pack):
+    """Only what its command names: the same again, as in requeued and supervised jobs."""
+    run = train_once(pack, "--loss", own("focal"))
+    plain = train_once(pack, run="plain")
+    words = ["--data", pack, "--runs-dir", run.parent, *SAME, "--epochs", "2", "--run"]
+    mine = ["train", *words, run.name, "--loss", own("focal")]
+    config, before = plain / "config.toml", (plain / "config.toml").read_text()
+    for name in ("loss", "metric", "augment", "model"):
+        kept = [line for line in before.splitlines() if not line.startswith(name)]
+        config.write_text("\n".join([*kept, f'{name} = "planted:function"']))
+        for more in ([], ["--init", run / "model.safetensors"] * (name == "model")):
+            ended = command(1, "train", *words, "plain", *more)
+            assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+            assert f"was begun with --{name} planted:function, not with" in ended.err
+        ended = command(1, "train", *words, "plain", f"--{name}", "planted:function")
+        assert ended.code == 2 and "importing planted" in ended.err
+    config.write_text(before)
+    assert command(1, *mine).code == 0
