@@ -133,7 +133,7 @@ def _settings(folders: list[Path]) -> Iterator[str]:
     for folder in folders:
         path = folder / "config.toml"
         try:
-            settings = Config().table() | tomllib.loads(path.read_text())
+            settings = Config().table() | tomllib.loads(path.read_text("utf-8"))
             path = folder / "plan.json"
             both.append(settings | dataclasses.asdict(read_plan(json.loads(path.read_bytes()))))
         except (OSError, ValueError) as error:

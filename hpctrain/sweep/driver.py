@@ -134,7 +134,7 @@ def write_settings(folder: Path, file: Path, networks: list[SweepNetwork], runs_
             if init is not None and (Path(runs_dir) / init).exists():  # the name of a run
                 own["init"] = str(Path(runs_dir) / init)
             path, text = folder / f"{network.name}.toml", to_toml(network.config.changed() | own)
-            if not path.exists() or path.read_text() != text:
+            if not path.exists() or path.read_text("utf-8") != text:
                 write_whole(path, text)
         if not (folder / SWEEP_FILE).exists():
             write_whole(folder / SWEEP_FILE, file.read_bytes())

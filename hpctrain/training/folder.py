@@ -143,6 +143,7 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
             with Recorder(folder, "none") as recorder:
                 recorder.write("end", **earlier.crash._asdict())
         write_settings(run, folder)
+        (folder / HEARTBEATS).mkdir(exist_ok=True)  # a copy may lack it: it is empty after a run
         for left in (folder / HEARTBEATS).iterdir():  # there may be fewer ranks now
             left.unlink(missing_ok=True)
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
@@ -272,7 +273,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     """
     path = folder / "config.toml"
     try:
-        config = from_table(tomllib.loads(path.read_text()), Config())
+        config = from_table(tomllib.loads(path.read_text("utf-8")), Config())
         path = folder / "plan.json"
         return config, read_plan(json.loads(path.read_bytes()))
     except FileNotFoundError as error:

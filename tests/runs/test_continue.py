@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -293,6 +294,55 @@ def test_a_folder_that_is_no_run_to_continue_is_refused(begun, tmp_path, name, c
     refused = launch(settings, resume="must" if "00000003" in name else "auto")
     assert refused.code in (1, 2)
     assert named in refused.error and "\n" not in refused.error
+
+
+def lose_empty_folders(run):
+    """As git, rsync --prune-empty-dirs and object stores do."""
+    for path in [*run.iterdir()]:
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    assert not (run / "ranks").exists()
+
+
+def change_newlines(run):
+    """As git does on other systems; in binary files, too."""
+    for path in (path for path in run.rglob("*") if path.is_file()):
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+
+
+def lose_what_is_no_state(run):
+    for name in ("lock", "model.safetensors", "evaluation-test.json", "training.png"):
+        (run / name).unlink(missing_ok=True)
+
+
+def rename_and_make_old(run):
+    """Renamed where it lies; modified in 1970, and readable only."""
+    moved = run.rename(run.with_name("moved"))
+    for path in moved.rglob("*"):
+        os.utime(path, (1, 1))
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    moved.rename(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [
+        (lose_empty_folders, 0),
+        (lose_empty_folders, 3),
+        (change_newlines, 3),
+        (lose_what_is_no_state, 3),
+        (rename_and_make_old, 3),
+    ],
+)
+def test_a_run_goes_on_from_a_copy_that_lost_no_state(settings, whole, change, step):
+    """After 3 steps, and before the first: then there is no checkpoint yet."""
+    how = {"leave": 2} if step else {"fault": "folder.renamed:full"}
+    assert launch(settings, size=1, **how).step == step
+    change(run_of(settings))
+    assert launch(settings).code == 0
+    check_same(settings, whole, whole_record=change is not change_newlines)
+    going_on = [note for note in notes(settings) if note.startswith("going on after step")]
+    assert bool(going_on) == (step == 3 and change is not change_newlines)
 
 
 @pytest.mark.parametrize("name", ["config.toml", "plan.json"])
