@@ -13,6 +13,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TextIO
 
+MOST_NAMED = 10  # names in a line, or lines of names
+
 
 def printable(text: str, encoding: str = "utf-8", newlines: bool = True) -> str:
     """Return `text` with control characters, and those that `encoding` lacks, as escapes.
@@ -48,6 +50,12 @@ def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str
     if len(texts) <= most:
         return shown
     return f"{shown}{separator.strip(', ')} and {len(texts) - most:,} more"
+
+
+def listed_names(names: Iterable[str], most: int = MOST_NAMED, separator: str = ", ") -> str:
+    """Join names of files or classes as `listed` does; each of them is shortened to one line."""
+    names = [*names]
+    return listed([*map(brief, names[:most]), *names[most:]], most, separator)
 
 
 def counted(number: int | None, noun: str) -> str:

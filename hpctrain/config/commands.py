@@ -47,6 +47,7 @@ class PredictConfig(NetworkConfig):
     )
     output: str = option("CSV file (- = stdout), or folder of denoised images", "predictions.csv")
     figure: int = option("draw N random images with answers, .png beside --output", 0, "[0, 1000]")
+    skip_bad: bool = option("leave out unusable images, exit code 0; default: name them, 1", False)
 
 
 class ExportConfig(SavedConfig):
@@ -65,8 +66,8 @@ class PackConfig(Settings):
     """Settings of ``hpctrain pack``: image files into one HDF5 pack."""
 
     source: str | None = option(
-        "folder of class folders, the same as .tgz or .zip, manifest (.csv), or built-in set:"
-        " flowers, digits",
+        "folder of class folders, archive of it (.tar, .tgz, .zip), table (.csv, .tsv, .txt), or"
+        " built-in set: flowers, digits",
         positional=True,
     )
     size: Size | None = option("resize to WIDTHxHEIGHT pixels; default: must agree", group="Images")

@@ -33,7 +33,6 @@ from PIL import ExifTags, Image, features
 from hpctrain.errors import first_line
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 QUALITY = 95  # of images converted to JPEG
 REACH = 2  # scaled decoding keeps at least this many times the requested size

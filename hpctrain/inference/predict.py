@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from hpctrain.inference.network import Answer
 from hpctrain.inference.trained import Images, TrainedNetwork, list_images, refuse_unusable
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_predictions, write_image
-from hpctrain.text import say
+from hpctrain.text import listed_names, say
 from hpctrain.watchdog import started, waiting
 
 
@@ -86,7 +86,8 @@ def classify(
                 text = f"{picture}: {len(answers):,} images with their answers"
                 say(text, sys.stderr if output == "-" else None)
     where = "what is printed" if output == "-" else output
-    on_root(comm, refuse_unusable, bad, total, f"; {where} holds the answers to the others")
+    rest = f"; {where} holds the answers to the others"
+    on_root(comm, conclude, settings, bad, total, rest)
 
 
 def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
@@ -112,4 +113,13 @@ def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, co
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
         say(f"{folder}: {len(names) - len(bad):,} images restored")
-    on_root(comm, refuse_unusable, bad, len(names), f"; {folder} holds the others")
+    on_root(comm, conclude, settings, bad, len(names), f"; {folder} holds the others")
+
+
+def conclude(settings: PredictConfig, bad: Mapping[int, str], total: int, rest: str) -> None:
+    """Raise RunError for unusable images, of `total`; with --skip-bad name them, unless all are."""
+    if not settings.skip_bad or len(bad) == total:
+        refuse_unusable(bad, total, rest)
+    elif bad:
+        reasons = listed_names([bad[row] for row in sorted(bad)], separator="; ")
+        say(f"left out, {len(bad):,} of {total:,} images: {reasons}", sys.stderr)

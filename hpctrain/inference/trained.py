@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
 from hpctrain.config.functions import one_line
-from hpctrain.data.images import SUFFIXES, BadImage, Fit, decode, decode_threads
+from hpctrain.data.images import BadImage, Fit, decode, decode_threads
+from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError
@@ -26,9 +28,7 @@ from hpctrain.parallel.device import choose_device, place, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks import make_task
-from hpctrain.text import listed
-
-MOST_NAMED = 20  # unusable images listed in an error
+from hpctrain.text import MOST_NAMED, listed, say
 
 
 def load(
@@ -214,7 +214,7 @@ class Images:
             given: Any = self._given[row]
             try:
                 if isinstance(given, Path):
-                    given = given.read_bytes()
+                    given = read_file(os.fspath(given))
                 elif isinstance(given, np.ndarray) and given.shape != image.shape:
                     given = Image.fromarray(given[..., 0] if given.shape[2] == 1 else given)
                 if not isinstance(given, np.ndarray):
@@ -265,17 +265,33 @@ def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
 
 
 def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """List the given image files, and those in the given folders, each folder in sorted order."""
+    """List the given files, and all in the given folders as ``pack`` does. Raises UsageError.
+
+    Notes on what is left out of a folder are printed on standard error.
+    """
     files: list[Path] = []
     for target in map(Path, targets):
-        found = [target] * target.is_file()
         if target.is_dir():
-            inside = (p for p in target.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-            found = sorted(p for p in inside if not p.name.startswith("."))
-        if not found:
-            raise UsageError(f"{target}: no such file, and no folder that holds image files")
-        files += found
+            listing = list_folder(os.fspath(target))
+            for text in listing.notes:
+                say(f"{target}: {text}", sys.stderr)
+            if not listing.names:
+                raise UsageError(f"{target} holds no image files")
+            files += (target / name for name in listing.names)
+        elif not target.is_file():
+            raise UsageError(f"{target}: no such file or folder, or not a regular file")
+        elif _begins_as_archive(target):
+            raise UsageError(f"{target} is an archive: unpack it, or make a pack of it")
+        else:
+            files.append(target)
     return files
+
+
+def _begins_as_archive(path: Path) -> bool:
+    try:
+        return is_archive(os.fspath(path))
+    except OSError:  # it is unusable, which reading it says
+        return False
 
 
 def refuse_unusable(bad: Mapping[int, str], total: int, rest: str = "") -> None:

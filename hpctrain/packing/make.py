@@ -18,6 +18,7 @@ The table of the pack is printed on standard output, everything else on standard
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import math
 import os
@@ -51,16 +52,16 @@ from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
 from hpctrain.report.console import make_console
-from hpctrain.text import bytes_text, counted, say
+from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, say
 from hpctrain.watchdog import doing
 
 TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
-ARCHIVE = r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$"
+SUFFIX = r"(?i)(\.tar)?\.(gz|bz2|xz)$|\.(tgz|tbz2|txz|tar|zip|csv|tsv|txt)$"  # of a source
 FLOWERS_SIZE = Size("100x100")
 MIN_IMAGES_PER_JOB = 16
 IMAGES_PER_TASK = 64  # that are read; fewer are decoded
 TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so many, at most so large
-CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
+CLASSES_SHOWN = 40
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 
 
@@ -126,7 +127,7 @@ def make_pack(config: PackConfig) -> Path:
 
 def output_path(config: PackConfig, source: str) -> Path:
     """Return the path of the pack to write, checked before any work is done."""
-    path = Path(config.output or re.sub(ARCHIVE, "", Path(source).resolve().name) + ".h5")
+    path = Path(config.output or re.sub(SUFFIX, "", Path(source).resolve().name) + ".h5")
     if source in BUILT_IN and not config.output:
         path = cache_path(config.cache_dir, f"{source}.h5")
     if path.exists() and not config.overwrite:
@@ -170,16 +171,32 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
                 try:
                     return write_images(config, source, fit, run, jobs, output)
                 except BadFiles as found:
-                    source.drop(found.args[0])
-                    for name, why in source.bad[-len(found.args[0]) :]:
-                        note(f"unreadable: {name}: {why}")
+                    drop_unreadable(source, found.args[0])
                 if not source.names:
-                    raise UsageError(f"source {path}: none of its {total:,} files is an image")
+                    raise no_image_error(source)
                 if not config.skip_bad:
                     raise UsageError(
                         f"{len(source.bad):,} of {total:,} files cannot be read: remove those"
                         " listed above, or leave them out with --skip-bad"
                     )
+
+
+def drop_unreadable(source: Source, reasons: Mapping[int, str]) -> None:
+    """Drop images, given by row with the reasons, and name the first of them."""
+    source.drop(reasons)
+    dropped = source.bad[-len(reasons) :]
+    for name, why in dropped[:MOST_NAMED]:
+        note(f"unreadable: {brief(name)}: {brief(why)}")
+    if len(dropped) > MOST_NAMED:
+        note(f"unreadable: {len(dropped) - MOST_NAMED:,} more")
+
+
+def no_image_error(source: Source) -> UsageError:
+    """Return the error for a source of which all files are unreadable."""
+    text = f"source {source.name}: none of its {counted(len(source.bad), 'file')}"
+    if {why for _, why in source.bad} == {os.strerror(errno.ENOENT)}:
+        return UsageError(f"{text} is there: paths of a table are relative to {source.root}")
+    return UsageError(f"{text} is an image")
 
 
 def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
@@ -190,14 +207,16 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     """
     size = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
     channels, first, colour = config.channels, "", False
+    bad: dict[int, str] = {}
     if config.crop and not size:
         raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
     exact = not size
     if exact or not channels:
         rows = np.arange(len(source.names))
         with closing(_read(source, rows, run, workers.read_each, probe)) as headers:
-            for name, header in zip(source.names, headers, strict=True):
+            for row, (name, header) in enumerate(zip(source.names, headers, strict=True)):
                 if isinstance(header, BadImage):  # found again when it is decoded
+                    bad[row] = str(header)
                     continue
                 if exact and size and header[:2] != size:
                     raise UsageError(
@@ -208,7 +227,8 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
                 if colour and not exact:
                     break
     if not size:
-        raise UsageError(f"source {source.name}: none of its {len(rows):,} files is an image")
+        drop_unreadable(source, bad)
+        raise no_image_error(source)
     return Fit(*size, channels or (3 if colour else 1), config.crop)
 
 
@@ -411,20 +431,48 @@ def provenance(
 
 def say_notes(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> None:
     """Print notes for the user on files that are left out, on the splits and on equal files."""
-    if source.outside:
-        note(f"left out, since outside of class folders: {counted(source.outside, 'file')}")
+    for text in source.notes:
+        note(text)
     if "validation" not in facts["images"] and config.split == PackConfig.split:
         splits = " and ".join(facts["images"])
         need = "--final best and --patience need validation, too: --split 0.8,0.1,0.1"
         note(f"the splits are {splits}; {need}")
     if bad := len(source.bad):
         note(f"{bad:,} of {bad + len(source.names):,} files left out, they cannot be read")
-    for number in np.flatnonzero(np.bincount(source.duplicate_of) > 1)[:GROUPS_SHOWN]:
-        rows = np.flatnonzero(source.duplicate_of == number)
-        note(f"equal files: {' = '.join(source.names[row] for row in rows)}")
     if (equal := facts["duplicates"])["groups"]:
-        files = f"{equal['images']:,} files in {equal['groups']:,} groups"
-        note(f"{files} are equal; left out of earlier splits: {equal['left_out']:,}")
+        say_equal_files(source, equal)
+
+
+def say_equal_files(source: Source, equal: Mapping[str, int]) -> None:
+    """Print notes on equal files, first on those of several classes."""
+    groups: dict[int, list[int]] = {}
+    is_equal = np.bincount(source.duplicate_of)[source.duplicate_of] > 1
+    for row in np.flatnonzero(is_equal).tolist():
+        groups.setdefault(int(source.duplicate_of[row]), []).append(row)
+    several = [rows for rows in groups.values() if len({*source.labels[rows].tolist()}) > 1]
+    if several:
+        what = f"{counted(len(several), 'group')} of equal files in several classes"
+        note(f"contradictory labels: {what}: {name_groups(source, several)}")
+    files = f"{equal['images']:,} files in {counted(equal['groups'], 'group')}"
+    names = name_groups(source, [*groups.values()])
+    note(f"{files} are equal; left out of earlier splits: {equal['left_out']:,}: {names}")
+
+
+def name_groups(source: Source, groups: list[list[int]]) -> str:
+    """Name at most ten files of groups of rows: "a = b; c = d; and 3 more groups"."""
+    texts = []
+    room = MOST_NAMED
+    for rows in groups:
+        if room < 2:
+            break
+        names = [brief(source.names[row]) for row in rows[:room]]
+        if len(rows) > room:
+            names.append("...")
+        texts.append(" = ".join(names))
+        room -= len(rows)
+    if len(groups) > len(texts):
+        texts.append(f"and {counted(len(groups) - len(texts), 'more group')}")
+    return "; ".join(texts)
 
 
 def note(text: str) -> None:

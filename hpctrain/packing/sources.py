@@ -1,67 +1,69 @@
-"""List the images of a source, with their classes and splits: a folder, an archive or a manifest.
+"""Find the classes and splits of a source: a folder, an archive or a table of labels.
 
-Archives are never extracted. A .tgz is decompressed once into a scratch file, where every member is
-a slice of bytes; members of a .zip are slices, too, stored or deflated. What cannot be read, such
-as a link in an archive, is listed and found to be bad when it is read.
+They follow from the names of folders: a single top folder is skipped; every folder is a class, and
+the files in it at any depth are its images; if all folders have names of splits (`split_number`)
+and hold class folders, they are the splits. Or a table says it, a CSV file with the columns
+``path`` (relative to the source, or absolute for files of a folder), ``label``, and optionally
+``split`` and ``group`` (images of one group, such as one patient, are never divided between
+splits).
 
-Classes and splits follow from the names of files alone: hidden files (``.name``, ``__MACOSX``) and
-a single top folder are skipped; every folder is a class, and the files in it at any depth are its
-images; if all folders have names of splits (`split_number`) and hold class folders, they are
-the splits. Or a manifest says it, a CSV file with the columns ``path`` (relative to the source, or
-absolute for files of a folder), ``label``, and optionally ``split`` and ``group`` (images of one
-group, such as one patient, are never divided between splits).
+Names of classes are in the normalization NFC of Unicode, and in order of their names, or of their
+numbers if all are whole numbers. What is left out or merged is noted (`Source.notes`).
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
-import errno
-import gzip
+import io
 import os
 import re
-import shutil
+import stat
 import sys
-import tarfile
-import zipfile
-import zlib
+import unicodedata
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import FileIO
-from itertools import chain, filterfalse, groupby
-from os.path import normpath
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
 
-from hpctrain.data.images import BadImage
+from hpctrain.data.listing import (
+    ARCHIVES,
+    FileFinder,
+    Listing,
+    Slice,
+    list_archive,
+    list_folder,
+    read_start,
+)
 from hpctrain.data.pack import ALIASES, SPLITS
 from hpctrain.errors import UsageError
-from hpctrain.text import brief, listed
+from hpctrain.text import brief, counted, listed, listed_names
 
 SPLIT_NUMBERS = {name: i for i, names in enumerate(ALIASES.values()) for name in names}
-HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
-COLUMNS = ("path", "label", "split", "group")  # of a manifest
+UNLABELLED = ("pred", "prediction", "predictions", "unlabeled", "unlabelled")  # beside splits
+IMAGE_FOLDERS = ("images", "imgs", "image", "img", "data")  # which name no class
+ANNOTATIONS = ("labels", "annotations", "masks")
+TABLES = (".csv", ".tsv", ".txt")
+COLUMNS = ("path", "label", "split", "group")  # of a table
+ENCODINGS = {  # by byte order mark
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",  # with which that of UTF-32 begins
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 NO_SPLIT = NO_GROUP = -1
-PLAIN, ENCRYPTED = -1, -2  # kinds of slices; others are compression methods of .zip
+ADVICE = (
+    "give one folder per class, within train, validation and test if there are splits, or a table"
+    " of labels (--manifest)"
+)
 
-T = TypeVar("T")
-
-
-class Slice(NamedTuple):
-    """Where an image file is: a file, or `size` bytes of an archive from `offset` on.
-
-    There, a member of a .zip (not PLAIN) has its local header, which comes in addition.
-    """
-
-    path: str
-    kind: int = PLAIN
-    offset: int = 0
-    size: int = -1  # as it is stored; -1: all bytes
-    crc32: int = 0  # of a member of a .zip
+Folders = dict[str, "Folders"]  # by name, the folders in each folder
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Source:
     splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
     groups: np.ndarray  # (N,) int32: equal numbers within a group, or all NO_GROUP
     split_by: str  # origin of given splits: "folders" or "manifest"
-    outside: int = 0  # files outside of class folders
+    notes: list[str]  # on what is left out or merged
     name: str = ""
     kind: str = "folder"  # or "tar" or "zip"
     root: str = ""  # path of the folder or archive
@@ -97,257 +99,338 @@ class Source:
                 setattr(self, column, np.delete(values, [*reasons], axis=0))
 
 
-def read_files(slices: list[Slice], use: Callable[[bytes], T]) -> Iterator[T | BadImage]:
-    """Yield what `use` makes of the bytes of each image file, or why it cannot be read.
-
-    An archive is opened once; a named pipe does not wait for a writer, and is read as an empty
-    file. `use` may raise BadImage.
-    """
-
-    def open_at_once(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NONBLOCK)
-
-    for path, parts in groupby(slices, lambda part: part.path):
-        with ExitStack() as opened:
-            file = None
-            for part in parts:
-                try:
-                    file = file or opened.enter_context(FileIO(path, opener=open_at_once))
-                    yield use(_read(file, part))
-                except BadImage as error:
-                    yield error
-                except (OSError, ValueError, zlib.error) as error:
-                    yield BadImage(getattr(error, "strerror", None) or str(error))
-
-
-def _read(file: FileIO, part: Slice) -> bytes:
-    """Read an image file. Raises BadImage, OSError and zlib.error."""
-    if part.kind not in (PLAIN, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise BadImage("encrypted, or compressed otherwise than by deflate")
-    start = part.offset
-    if part.kind != PLAIN:  # a local header of 30 bytes, a name and an extra field
-        file.seek(start + 26)
-        lengths = file.read(4)
-        start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-    file.seek(start)
-    data = file.read(part.size) or b""
-    if part.size not in (-1, len(data)):
-        raise BadImage("the archive was cut short")
-    if part.kind == zipfile.ZIP_DEFLATED:
-        data = zlib.decompress(data, -zlib.MAX_WBITS)
-    if part.kind != PLAIN and zlib.crc32(data) != part.crc32:
-        raise BadImage("the archive is damaged: CRC-32 differs")
-    return data
-
-
 @contextmanager
 def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Iterator[Source]:
     """List the source at `path`. Raises UsageError if there is nothing to pack.
 
-    A .tgz is unzipped to a file in the folder `scratch`, without a name: it vanishes with this
-    process.
+    A compressed .tar is decompressed to a file in the folder `scratch`, without a name: it vanishes
+    with this process.
     """
-    if path.suffix == ".csv" and path.is_file():
-        path, manifest = path.absolute().parent, str(path)
-    if path.is_dir():  # files that a manifest names and that are missing are noticed when read
-        source = read_manifest(manifest) if manifest else read_class_folders(*_walk(path))
+    if _is_table(path):
+        if manifest:
+            raise UsageError(f"{path} is a table, and so is --manifest {manifest}: give one")
+        manifest = str(path)
+        path = path.absolute().parent
+    if path.is_dir():  # files that a table names and that are missing are noticed when read
+        if manifest:
+            source = read_manifest(manifest, FileFinder(str(path)))
+        else:
+            source = read_class_folders(list_folder(str(path)), str(path))
         source.name, source.root = path.resolve().name, str(path)
         yield source
         return
     with TemporaryFile(dir=scratch) as unzipped:
-        kind, root, folders, rows, places = _list_archive(path, unzipped)
-        where = str(path)
-        source = read_manifest(manifest) if manifest else read_class_folders(rows, folders, where)
-        source.name, source.kind, source.root = path.name, kind, root
-        if missing := [name for name in source.names if name not in rows]:
-            raise UsageError(f"{manifest} names {missing[0]}, which the archive does not hold")
-        source.places = places[[rows[name] for name in source.names]]
+        listing = list_archive(path, unzipped)
+        if manifest:
+            source = read_manifest(manifest, FileFinder(str(path), listing.rows))
+            missing = [name for name in source.names if name not in listing.rows]
+            if missing:
+                raise UsageError(
+                    f"{manifest} names {counted(len(missing), 'file')} that {path} does not hold:"
+                    f" {listed_names(missing)}"
+                )
+        else:
+            source = read_class_folders(listing, str(path))
+        source.name, source.kind, source.root = path.name, listing.kind, listing.root
+        source.places = listing.places[[listing.rows[name] for name in source.names]]
         yield source
 
 
-def _walk(root: Path) -> tuple[list[str], list[str], str]:
-    """Return what `read_class_folders` takes. Links are followed except in loops."""
-    files, folders = list[str](), list[str]()
-
-    def refuse(error: OSError) -> None:
-        raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from None
-
-    for folder, below, names in os.walk(root, onerror=refuse, followlinks=True):
-        inside, name = f"{os.path.realpath(folder)}/", os.path.relpath(folder, root)
-        real = {each: os.path.realpath(os.path.join(folder, each)) for each in below}
-        below[:] = [each for each in below if not inside.startswith(f"{real[each]}/")]
-        files += (normpath(f"{name}/{each}") for each in names)
-        folders += (normpath(f"{name}/{each}") for each in below)
-    return files, folders, str(root)
-
-
-def _list_archive(
-    path: Path, unzipped: IO[bytes]
-) -> tuple[str, str, list[str], dict[str, int], np.ndarray]:
-    """List the members of an archive, after decompressing a .tgz into the file `unzipped`.
-
-    Returns its kind, the path by which its members are read, its folders, the row of each file by
-    name (of equal ones the last, as in tar), and the files' places (M, 4). Raises UsageError.
-    """
-    kind, root = "tar", str(path.resolve())
-    folders, rows, fields = list[str](), dict[str, int](), array("q")
-    try:
-        with path.open("rb") as file:
-            start = file.read(2)
-        if start == b"\x1f\x8b":  # RFC 1952: gzip
-            with gzip.open(path) as stream:
-                shutil.copyfileobj(stream, unzipped, 2**20)
-            unzipped.flush()
-            root = f"/proc/{os.getpid()}/fd/{unzipped.fileno()}"
-        elif start == b"PK":
-            kind = "zip"
-        for name, is_folder, *place in (_tar_members if kind == "tar" else _zip_members)(root):
-            name = normpath(name.lstrip("/"))
-            if is_folder:
-                folders.append(name)
-            else:
-                rows[name] = len(fields) // 4
-                fields.extend(place)
-    except MemoryError:
-        raise
-    except Exception as error:  # of many types, for corrupt archives
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of `unzipped`
-            raise
-        raise UsageError(
-            f"source {path} cannot be read as a folder, .tgz, .tar, .zip or .csv:"
-            f" {getattr(error, 'strerror', None) or brief(error)}"
-        ) from None
-    return kind, root, folders, rows, np.frombuffer(fields, np.int64).reshape(-1, 4)
-
-
-def _tar_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
-    """Yield the name of each member, whether it is a folder, and its place. Raises TarError."""
-    with open(path, "rb") as file, tarfile.TarFile.open(fileobj=file, mode="r:") as archive:
-        while (m := archive.next()) is not None:
-            archive.members = []  # type: ignore[attr-defined]  # it would keep them in memory
-            is_file = m.isreg() and not m.issparse()
-            yield m.name, m.isdir(), PLAIN, m.offset_data, m.size * is_file, 0
-        file.seek(archive.offset)  # of the first block that is not a member
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError("it has no end mark: fetch it again")
-
-
-def _zip_members(path: str) -> Iterator[tuple[str, bool, int, int, int, int]]:
-    """Yield the members of a .zip likewise. Raises BadZipFile."""
-    with zipfile.ZipFile(path) as archive:
-        for m in archive.infolist():
-            kind = ENCRYPTED if m.flag_bits & 1 else m.compress_type  # APPNOTE.TXT 4.4.4
-            yield m.filename, m.is_dir(), kind, m.header_offset, m.compress_size, m.CRC
+# Folders
 
 
 def split_number(name: str) -> int:
-    """Return the index in SPLITS of a name such as "val" or "testing_data", or NO_SPLIT."""
-    word = re.sub("[-_ ]?(data|set|split|images|imgs)$", "", name.lower())
+    """Return the index in SPLITS of names such as "val", "test_data", "train2017", or NO_SPLIT."""
+    word = re.sub(r"[-_ ]?(19|20)\d\d$", "", name.lower())
+    word = re.sub("[-_ ]?(data|set|dataset|split|images|imgs)$", "", word)
     return SPLIT_NUMBERS.get(word, NO_SPLIT)
 
 
-def hidden(path: str) -> bool:
-    """Whether a file or folder is ignored."""
-    return any(part.startswith(".") or part in HIDDEN_NAMES for part in path.split("/"))
+def read_class_folders(listing: Listing, where: str) -> Source:
+    """Derive classes and splits from the names of folders. Raises UsageError.
 
-
-def read_class_folders(files: Iterable[str], folders: Iterable[str], where: str) -> Source:
-    """Derive classes and splits from names relative to the source, with parts joined by "/".
-
-    The images are in order of their names, folder by folder. Raises UsageError.
+    The images are in order of their names, folder by folder.
     """
-    # "/" sorts before all other characters, so that the files of a folder stand together
-    files = sorted(filterfalse(hidden, files), key=lambda name: name.replace("/", "\0"))
-    within = [sys.intern(name.rpartition("/")[0]) for name in files]
-    paths = [name.split("/") for name in {*within, *filterfalse(hidden, folders)} if name]
-    top = 0  # number of nested top folders that hold nothing but one folder
-    while len({path[top] for path in paths if path[top:]}) == 1 < max(map(len, paths)) - top:
-        top += 1
-    below: dict[str, set[str]] = {}  # names of the folders in each folder
-    for path in paths:
-        if path[top:]:
-            below.setdefault(path[top], set()).update(path[top + 1 : top + 2])
-    splits = {name: split_number(name) for name in below if below[name]}
-    splits = {name: number for name, number in splits.items() if number != NO_SPLIT}
-    is_split = len(splits) == len(below) and 0 in splits.values()
-    alike = any(below.values()) and len({frozenset(names) for names in below.values()}) == 1
-    if not below or (not is_split and len(below) > 1 and (splits or alike)):
+    files = listing.names
+    if files and all(name.lower().endswith(ARCHIVES) for name in files):
         raise UsageError(
-            f"{where} holds {len(files)} files in the folders ({listed(sorted(below))}): give one"
-            " folder per class, within train, validation and test if there are splits, or a table"
-            " of labels (--manifest)"
+            f"{where} holds archives ({listed_names(files, 3)}) and no images: unpack them, and"
+            " give the folder"
         )
-    depth = top + is_split  # of the part that names the class
-    classes = sorted(set[str]().union(*below.values()) if is_split else below)
-    label_of = {name: label for label, name in enumerate(classes)}
-    found = {  # label and split of each folder
-        "/".join(path): (label_of[path[depth]], splits.get(path[top], NO_SPLIT))
-        for path in paths
-        if path[depth:]
-    }
-    names = [name for name, folder in zip(files, within, strict=True) if folder in found]
-    images = (folder for folder in within if folder in found)
-    labels, given = np.array([found[folder] for folder in images], np.int32).reshape(-1, 2).T
-    counts = np.bincount(labels[given <= 0], minlength=len(classes))
-    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-        raise UsageError(f"class folders of {where} hold no file to train on: {listed(empty)}")
-    no_groups, outside = np.full(len(names), NO_GROUP, np.int32), len(files) - len(names)
-    given = given.astype(np.int8)
-    return Source(names, tuple(classes), labels.copy(), given, no_groups, "folders", outside)
-
-
-def read_manifest(path: str) -> Source:
-    """Read a table of images, separated by commas, semicolons or tabs. Raises UsageError.
-
-    Classes are in numerical order if all labels are whole numbers.
-    """
-    lines, split_of = dict[str, int](), dict[str, int]()  # of each image, of each group
-    labels, groups, splits = list[str](), list[str](), array("b")
+    within = [sys.intern(name.rpartition("/")[0]) for name in files]
+    paths = sorted(tuple(name.split("/")) for name in {*within, *listing.folders} if name)
     try:
-        with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-            header = file.readline()
-            rows = csv.DictReader(chain([header], file), delimiter=max(",;\t", key=header.count))
-            rows.fieldnames = names = [name.strip().lower() for name in rows.fieldnames or ()]
-            if not {"path", "label"} <= {*names} or any(names.count(name) > 1 for name in COLUMNS):
-                raise UsageError(
-                    f"{path} has the columns {', '.join(names) or '(none)'}: give path and label,"
-                    " and optionally split and group, each once"
-                )
-            needed = [name for name in COLUMNS if name in names]
-            for row in rows:
-                cells = {name: (row.get(name) or "").strip() for name in COLUMNS}
-                image, where = normpath(cells["path"]), f"{path}: line {rows.line_num}"
-                split, group = cells["split"], sys.intern(cells["group"])  # equal ones are one
-                number = split_number(split)
-                if any(row.get(None, ())):
-                    raise UsageError(f"{where} has more cells than the header")
-                if empty := [name for name in needed if not cells[name]]:
-                    raise UsageError(f"{where} has no {empty[0]}")
-                if image in lines:
-                    raise UsageError(f"{where} names {image}, as line {lines[image]} does")
-                if split and number == NO_SPLIT:
-                    raise UsageError(f"{where} has the split {split!r}: give {listed(SPLITS)}")
-                if group and split_of.setdefault(group, number) != number:
-                    both = f"{SPLITS[split_of[group]]} and {SPLITS[number]}"
-                    raise UsageError(f"{where}: group {group!r} is in both {both}")
-                lines[image] = rows.line_num
-                labels.append(sys.intern(cells["label"]))
-                groups.append(group)
-                splits.append(number)
-    except (OSError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or brief(error)
-        raise UsageError(f"manifest {path} cannot be read: {why}") from None
+        roots = _find_roots(paths)
+    except UsageError as error:
+        raise UsageError(f"{where} {error}: {ADVICE}") from None
+    found: dict[str, tuple[str, int]] = {}  # class and split of each folder
+    spellings: dict[str, set[str]] = {}  # of each class
+    below = set[str]()  # folders in class folders
+    for path in paths:
+        for root, split in roots.items():
+            depth = len(root)
+            if path[:depth] == root and path[depth:]:
+                name = unicodedata.normalize("NFC", path[depth])
+                found["/".join(path)] = name, split
+                spellings.setdefault(name, set()).add(path[depth])
+                if path[depth + 1 :]:
+                    below.add("/".join(path[: depth + 2]))
+    classes = class_order(spellings)
+    label_of = {name: label for label, name in enumerate(classes)}
+    names = [name for name, folder in zip(files, within, strict=True) if folder in found]
+    images = [found[folder] for folder in within if folder in found]
+    labels = np.array([label_of[name] for name, _ in images], np.int32)
+    splits = np.array([split for _, split in images], np.int8)
+    counts = np.bincount(labels[splits <= 0], minlength=len(classes))
+    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        raise UsageError(
+            f"class folders of {where} hold no file to train on: {listed_names(empty)}"
+        )
+    outside = (name for name, folder in zip(files, within, strict=True) if folder not in found)
+    listing.add_note("left out, since outside of class folders", outside)
+    listing.add_note("folders in a class folder belong to that class", below, "folder")
+    listing.notes += class_notes(spellings)
+    no_groups = np.full(len(names), NO_GROUP, np.int32)
+    return Source(names, classes, labels, splits, no_groups, "folders", listing.notes)
+
+
+def _find_roots(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+    """Return the folders whose folders are the classes, with their splits.
+
+    Raises UsageError, whose text continues the name of the source.
+    """
+    tree: Folders = {}
+    for path in paths:
+        folders = tree
+        for part in path:
+            folders = folders.setdefault(part, {})
+    top: tuple[str, ...] = ()
+    while len(tree) == 1 and any(tree.values()):
+        (name,) = tree
+        tree = tree[name]
+        top = (*top, name)
+    if not tree:
+        raise UsageError("holds no class folders")
+    numbers = _split_numbers(tree)
+    splits = {name: number for name, number in numbers.items() if tree[name]}
+    others = [name for name in tree if name not in splits and not _is_unlabelled(name)]
+    if splits and not others and 0 in splits.values():
+        return {(*top, name, *_nested(name, tree[name])): splits[name] for name in splits}
+    if len(tree) > 1:
+        _refuse_other_roles(tree, numbers, splits, others)
+    return {top: NO_SPLIT}
+
+
+def _split_numbers(names: Collection[str]) -> dict[str, int]:
+    """Return the splits of these folders, as far as they are named like one.
+
+    Words that all names begin with are ignored: "seg_train", "seg_test".
+    """
+    start = 0
+    for mark in re.finditer("[-_ .]", min(names, default="")):
+        prefix = mark.string[: mark.end()]
+        if all(name.startswith(prefix) for name in names):
+            start = mark.end()
+    numbers = {}
+    for name in names:
+        number = max(split_number(name), split_number(name[start:]))
+        if number != NO_SPLIT:
+            numbers[name] = number
+    return numbers
+
+
+def _is_unlabelled(name: str) -> bool:
+    return re.split("[-_ ]", name.lower())[-1] in UNLABELLED
+
+
+def _nested(name: str, below: Folders) -> tuple[str, ...]:
+    """Return the path from a split's folder to that of its classes.
+
+    Some programs unpack train.zip as train/train; other data sets have train/images.
+    """
+    path: tuple[str, ...] = ()
+    while len(below) == 1:
+        (inner,) = below
+        if inner.lower() not in (name.lower(), *IMAGE_FOLDERS):
+            break
+        if not below[inner]:
+            raise UsageError(f"holds no class folders in {'/'.join((name, *path, inner))}")
+        path = (*path, inner)
+        below = below[inner]
+    return path
+
+
+def _refuse_other_roles(
+    tree: Folders, numbers: Mapping[str, int], splits: Mapping[str, int], others: Sequence[str]
+) -> None:
+    """Raise UsageError for folders that are neither splits nor classes, by their names."""
+    shown = listed_names(tree)
+    if splits and others:
+        raise UsageError(
+            f"holds splits with class folders ({listed_names(splits)}) beside folders that are none"
+            f" ({listed_names(others)})"
+        )
+    if splits:
+        raise UsageError(f"holds no split to train on, but {shown}")
+    if len(numbers) == len(tree) and 0 in numbers.values():
+        raise UsageError(f"holds splits ({shown}) without class folders")
+    for name, below in tree.items():
+        inner = _split_numbers(below)
+        if len(inner) > 1 and 0 in inner.values():
+            raise UsageError(f"holds splits ({listed_names(inner)}) within {brief(name)}")
+    if any(tree.values()) and len({frozenset(below) for below in tree.values()}) == 1:
+        inside = listed_names(next(iter(tree.values())), 3)
+        raise UsageError(f"holds folders ({shown}) that all hold the same ones ({inside})")
+    names = {name.lower() for name in tree}
+    if names & {*IMAGE_FOLDERS} and names & {*ANNOTATIONS}:
+        raise UsageError(f"holds no class folders, but {shown}")
+
+
+def class_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Return distinct names of classes in order: that of numbers if all are whole numbers."""
+    order = sorted({*names})
+    if all(re.fullmatch(r"[+-]?\d{1,18}", name) for name in order):
+        order.sort(key=lambda name: (int(name), name))
+    return tuple(order)
+
+
+def class_notes(spellings: Mapping[str, set[str]]) -> list[str]:
+    """Return notes on classes that have several `spellings`, and on names that are nearly equal."""
+    similar: dict[str, list[str]] = {}
+    for name in sorted(spellings):
+        similar.setdefault("".join(name.casefold().split()), []).append(name)
+    merged = sorted(name for name, ways in spellings.items() if len(ways) > 1)
+    apart = [name for names in similar.values() if len(names) > 1 for name in names]
+    notes = []
+    if merged:
+        notes.append(
+            "names that differ in Unicode normalization, or in spaces around them, are one class:"
+            f" {listed_names(merged)}"
+        )
+    if apart:
+        notes.append(
+            "names that differ in case or spaces alone are classes of their own:"
+            f" {listed_names(map(repr, apart))}"
+        )
+    return notes
+
+
+# Tables
+
+
+def read_manifest(path: str, files: FileFinder) -> Source:
+    """Read a table of images, separated by commas, semicolons or tabs. Raises UsageError."""
+    lines = dict[str, int]()  # of each image
+    split_of = dict[str, int]()  # of each group
+    labels = list[str]()
+    groups = list[str]()
+    splits = array("b")
+    spellings: dict[str, set[str]] = {}  # of each class
+    for line, row in _table_rows(path):
+        where = f"{path}: line {line}"
+        cells = {name: unicodedata.normalize("NFC", row[name].strip()) for name in row}
+        image = files.find(row["path"].strip())
+        _check_cells(where, row, image, files)
+        if image in lines:
+            raise UsageError(f"{where} names {brief(image)}, as line {lines[image]} does")
+        split, group = cells.get("split", ""), sys.intern(cells.get("group", ""))  # equal: one text
+        number = split_number(split)
+        if split and number == NO_SPLIT:
+            raise UsageError(f"{where} has the split {brief(repr(split))}: give {listed(SPLITS)}")
+        if group and split_of.setdefault(group, number) != number:
+            both = f"{SPLITS[split_of[group]]} and {SPLITS[number]}"
+            raise UsageError(f"{where}: group {brief(repr(group))} is in both {both}")
+        lines[image] = line
+        labels.append(sys.intern(cells["label"]))
+        spellings.setdefault(labels[-1], set()).add(row["label"])
+        groups.append(group)
+        splits.append(number)
     if not lines:
         raise UsageError(f"{path} names no images")
     classes, numbers = _number(labels)
-    grouped = _number(groups)[1] + (0 if "group" in names else NO_GROUP)
-    return Source([*lines], classes, numbers, np.array(splits, np.int8), grouped, "manifest")
+    grouped = np.full(len(lines), NO_GROUP, np.int32)
+    if any(groups):
+        grouped = _number(groups)[1]
+    notes = class_notes(spellings)
+    return Source([*lines], classes, numbers, np.array(splits, np.int8), grouped, "manifest", notes)
+
+
+def _check_cells(where: str, row: Mapping[str, str], image: str, files: FileFinder) -> None:
+    """Raise UsageError unless the cells of a line are there, and text."""
+    for name, cell in row.items():
+        if not cell.strip():
+            raise UsageError(f"{where} has no {name}")
+        if not _is_unicode(cell) and not (name == "path" and files.has(image)):
+            raise UsageError(f"{where} is not UTF-8: save the table as CSV in UTF-8")
+        if name != "path" and len(cell.splitlines()) > 1:
+            raise UsageError(f"{where} has a {name} of several lines: is a quotation mark missing?")
+    if "://" in row["path"] and not files.has(image):
+        raise UsageError(f"{where} has the path {brief(row['path'])}: fetch it, and give the file")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a decoded text has no bytes that were none (surrogates)."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a source is a table of labels, by its suffix or its first line."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() in TABLES:
+        return True
+    try:
+        header = read_start(str(path)).partition(b"\n")[0].lower()
+    except OSError:  # which listing it as an archive says
+        return False
+    return b"path" in header and b"label" in header and b"\0" not in header
+
+
+def _table_rows(path: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the line and the cells of COLUMNS of each row that is not blank. Raises UsageError."""
+    try:
+        if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISFIFO(mode):
+            raise UsageError(f"manifest {path} is not a regular file")
+        with open(path, "rb") as file:
+            start = file.peek(4)
+            if start.startswith(b"PK"):
+                raise UsageError(f"{path} is a workbook or a .zip: save the table as CSV in UTF-8")
+            marks = [name for mark, name in ENCODINGS.items() if start.startswith(mark)]
+            encoding = [*marks, "utf-8"][0]
+            text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="")
+            header = text.readline()
+            delimiter = max(",;\t", key=header.count)
+            before = 0  # lines
+            if named := re.fullmatch("sep=(.)\\s*", header):  # as Excel writes it
+                delimiter = named[1]
+                header = text.readline()
+                before = 1
+            if header.lstrip().startswith(("{", "[")):
+                raise UsageError(f"{path} is JSON: give a CSV table with the columns path, label")
+            rows = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
+            columns = [name.strip().lower() for name in next(rows, [])]
+            if "\0" in header or not _is_unicode(header):
+                raise UsageError(f"{path} is not UTF-8: save the table as CSV in UTF-8")
+            if not {"path", "label"} <= {*columns} or any(columns.count(x) > 1 for x in COLUMNS):
+                raise UsageError(
+                    f"{path} has the columns {listed_names(columns) or '(none)'}: give path and"
+                    " label, and optionally split and group, each once"
+                )
+            places = {name: columns.index(name) for name in COLUMNS if name in columns}
+            for row in rows:
+                if any(row[len(columns) :]):
+                    line = rows.line_num + before
+                    raise UsageError(f"{path}: line {line} has more cells than the header")
+                if any(cell.strip() for cell in row):
+                    row += [""] * (len(columns) - len(row))
+                    yield rows.line_num + before, {name: row[at] for name, at in places.items()}
+    except (OSError, UnicodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or brief(error)
+        raise UsageError(f"manifest {path} cannot be read: {why}") from None
 
 
 def _number(column: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the distinct values in order, and the index (N,) int32 of each value among them."""
-    distinct = sorted({*column})
-    if all(value.isdecimal() for value in distinct):
-        distinct.sort(key=lambda value: (int(value), value))
+    distinct = class_order(column)
     numbers = {value: number for number, value in enumerate(distinct)}
-    return tuple(distinct), np.array([numbers[value] for value in column], np.int32)
+    return distinct, np.array([numbers[value] for value in column], np.int32)

@@ -25,10 +25,10 @@ from PIL import Image
 
 from hpctrain.cluster import end_with_parent
 from hpctrain.data.images import BadImage, Fit, as_jpeg, decode
+from hpctrain.data.listing import Slice, read_files
 from hpctrain.data.pack import checksum
 from hpctrain.errors import RunError
 from hpctrain.files import write_at
-from hpctrain.packing.sources import Slice, read_files
 from hpctrain.watchdog import doing
 
 ENDS = {signal.SIGINT, signal.SIGTERM}  # what ends pack

@@ -257,6 +257,11 @@ MANIFESTS = {
     "path,label,split\na,b,train\nc,b,holdout\n": "3 holdout",
     "path,label,split\na,b,train\nc,b\n": "3 split",
     "path,label,split,group\na,b,train,1\nc,b,test,1\n": "3 1 train test",
+    'path,label\na,"b\nc,d\ne",f\n': "more cells",
+    'path,label\na,"b\nc,d\n': "labels.csv end of data",
+    'path,label\na,"b\nc,d\n"\n': "line 4 label quotation",
+    "path,label\nhttps://a.org/1.png,b\n": "line 2 https://a.org/1.png fetch",
+    '{"images": [{"id": 1}]}\n': "labels.csv JSON",
 }
 
 TRAINING = """

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import sys
-from itertools import pairwise
 
 import h5py
 import numpy as np
@@ -22,6 +21,7 @@ from tests.support.pictures import (
     counts,
     encode,
     facts,
+    file_names,
     make_pack,
     picture,
     placed,
@@ -123,6 +123,19 @@ def test_equal_files_stay_in_one_split_and_are_reported(tmp_path, capfd):
         assert facts(path)["provenance"]["duplicates"]["groups"] == 1
 
 
+def test_equal_files_of_several_classes_are_named_first(tmp_path, capfd):
+    root = class_folders(tmp_path / "images", {"a": 20, "b": 20})
+    for number in range(12):
+        shutil.copy(root / f"a/{number:03}.png", root / f"b/x{number:03}.png")
+    shutil.copy(root / "b/000.png", root / "b/y.png")
+    make_pack(root, tmp_path / "a.h5", split="0.5,0.5")
+    said = capfd.readouterr().err.splitlines()
+    first = next(number for number, line in enumerate(said) if "contradictory labels" in line)
+    assert "12 groups of equal files in several classes: a/000.png = b/x000.png;" in said[first]
+    assert said[first].endswith("; and 7 more groups") and said[first].count(" = ") == 5
+    assert "26 files in 13 groups are equal" in said[first + 1]
+
+
 def test_bitmaps_with_equal_ends_stay_distinct(tmp_path):
     """Files of equal size are compared by all their bytes."""
     (tmp_path / "images" / "a").mkdir(parents=True)
@@ -145,9 +158,7 @@ def test_a_sample_keeps_the_name_of_its_file(tmp_path, make):
     path = make_pack(source, tmp_path / "a.h5", split="0.5,0.5")
     known, found = {picture(n).tobytes(): n for n in range(40)}, {}
     for split in ("train", "test"):
-        with h5py.File(path) as file:
-            data, ends = file[f"{split}/names"][:].tobytes(), file[f"{split}/name_offsets"][:]
-        names = [data[a:b].decode("utf-8", "surrogateescape") for a, b in pairwise(ends)]
+        names = file_names(path, split)
         numbers = [known[image.tobytes()] for image in arrays(path, split)[0]]
         found |= dict(zip(numbers, names, strict=True))
     assert found == expected
@@ -183,13 +194,18 @@ def test_unreadable_files_are_listed_and_refused_unless_skipped(tmp_path, refusa
     assert sum(map(sum, counts(path).values())) == 46
     skipped = facts(path)["provenance"]["skipped"]
     assert skipped["files"] == 4 and skipped["names"][0] == "a/half.jpg"
+    for number in range(20):
+        (root / "a" / f"{number}.txt").write_text("hello")
+    make_pack(root, tmp_path / "a.h5", jobs=jobs, skip_bad=True, overwrite=True)
+    named = [x for x in capfd.readouterr().err.splitlines() if x.startswith("unreadable: ")]
+    assert len(named) == 11 and named[-1] == "unreadable: 14 more"
 
 
 def test_a_source_without_a_readable_image_is_refused(tmp_path, refusal):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "x.txt").write_text("hello")
     for settings in ({}, {"size": "9x9", "channels": 3, "skip_bad": True, "split": "1"}):
-        assert "none of its 1 files" in refusal(tmp_path / "images", **settings)
+        assert "none of its 1 file is" in refusal(tmp_path / "images", **settings)
 
 
 def test_splits_of_the_source_are_kept_and_validation_is_drawn_if_asked(tmp_path):

@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
@@ -99,6 +100,14 @@ def counts(path: Path) -> dict[str, list[int]]:
     classes = len(facts(path)["classes"])
     labels = {name: arrays(path, name)[1] for name in splits(path)}
     return {name: np.bincount(of, minlength=classes).tolist() for name, of in labels.items()}
+
+
+def file_names(path: Path, split: str = "train") -> list[str]:
+    """The names of the files of a pack's samples, in their order."""
+    with h5py.File(path) as file:
+        data = file[f"{split}/names"][:].tobytes()
+        ends = file[f"{split}/name_offsets"][:].tolist()
+    return [data[a:b].decode("utf-8", "surrogateescape") for a, b in pairwise(ends)]
 
 
 def placed(path: Path) -> dict[int, tuple[str, str]]:

@@ -22,7 +22,7 @@ import hpctrain as hp
 from tests.support.api import command_line, read_records
 from tests.support.launch import as_flags
 from tests.support.packs import make_pack
-from tests.support.pictures import arrays, class_folders
+from tests.support.pictures import arrays, class_folders, file_names
 
 ROWS = {"train": 47, "validation": 12, "test": 29}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -250,6 +250,34 @@ def test_images_that_cannot_be_read(comm, trained, photos):
         network.predict(broken)
     assert network.predict(broken, skip_bad=True)["row"].tolist() == [0, 2]
     assert len(network.predict([])["prediction"]) == 0
+
+
+@pytest.mark.ranks(1)
+def test_a_folder_is_listed_as_pack_lists_it(comm, trained, photos, tmp_path, capfd):
+    """By content and not by suffix; linked folders, but neither loops nor devices."""
+    network = hp.load(trained.run("plain"))
+    image = (photos / "0/x/000.png").read_bytes()
+    for name in ("0/a", "0/b.JFIF", "0/@eaDir/1.png", "1/__macosx/1.png", "1/THUMBS.DB", "0/c.txt"):
+        (photos / name).parent.mkdir(exist_ok=True)
+        (photos / name).write_bytes(image)
+    (photos / "0/c.txt").write_text("no image")
+    (photos / "2/zero.png").symlink_to("/dev/zero")
+    (photos / "2/loop").symlink_to(photos)
+    (photos / "1/linked").symlink_to(photos / "2/x")
+    answers = network.predict(photos, skip_bad=True)
+    said = capfd.readouterr().err
+    assert "system: 3 names (0/@eaDir, 1/THUMBS.DB, 1/__macosx)" in said
+    assert "1 link (2/loop/)" in said
+    words = ["pack", photos, "--size", "20x20", "--output", tmp_path / "b.h5", "--skip-bad"]
+    assert command_line([*map(str, words), "--split", "1", "--jobs", "1"]) == 0
+    packed = {*file_names(tmp_path / "b.h5")}
+    assert {os.path.relpath(file, photos) for file in answers["file"]} == packed
+    assert len(packed) == 14 and "left out" in capfd.readouterr().err
+    assert [os.path.relpath(file, photos) for file in answers.unusable] == ["0/c.txt", "2/zero.png"]
+    for name, text in {"/dev/zero": "regular file", tmp_path / "x.zip": "an archive"}.items():
+        (tmp_path / "x.zip").write_bytes(b"PK\3\4")
+        with pytest.raises(hp.UsageError, match=text):
+            network.predict([name])
 
 
 @pytest.mark.ranks(1)

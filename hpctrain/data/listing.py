@@ -1,0 +1,449 @@
+"""List the image files of a folder or an archive, and read them: alike for all subcommands.
+
+A listing holds every file that is neither hidden nor made by an operating system (`SYSTEM_NAMES`),
+whatever its name ends with: whether it is an image is seen when it is read. Links in a folder are
+followed, except to a folder that contains them. Archives are never extracted: a member of a .tar is
+a slice of its bytes, and so is one of a .zip, stored or deflated; a compressed .tar is decompressed
+once into a scratch file. Names of members are relative to the archive, even if they begin with "/"
+or "..". Only regular files are read: a device or a named pipe would block, or never end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tarfile
+import unicodedata
+import zipfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from io import FileIO
+from itertools import groupby
+from os.path import normpath
+from pathlib import Path
+from typing import IO, NamedTuple, TypeVar
+
+import numpy as np
+
+from hpctrain.data.images import BadImage
+from hpctrain.errors import UsageError
+from hpctrain.text import brief, counted, listed_names
+
+#: Files and folders that systems leave in any folder, in lower case. So are all that begin with
+#: ".", such as .DS_Store, .Trash-1000 and .ipynb_checkpoints.
+SYSTEM_NAMES = frozenset(
+    (
+        *("__macosx", "icon\r", "network trash folder", "temporary items"),  # macOS
+        *("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", "picasa.ini"),  # Windows
+        *("$recycle.bin", "system volume information"),
+        *("@eadir", "@tmp", "#recycle", "#snapshot"),  # Synology
+        *("@recycle", "@recently-snapshot", "@__thumb", "~snapshot"),  # QNAP, NetApp
+        *("lost+found", "__pycache__"),
+    )
+)
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # modules that read them
+FOREIGN = {  # formats that are named and not read
+    b"7z\xbc\xaf\x27\x1c": "a .7z archive",
+    b"Rar!": "a .rar archive",
+    b"\x28\xb5\x2f\xfd": "compressed by Zstandard",
+    b"\x04\x22\x4d\x18": "compressed by LZ4",
+    b"\x1f\x9d": "compressed by compress",
+    b"LZIP": "compressed by lzip",
+}
+OTHER_FILES = {
+    b"\x89HDF": "an HDF5 file: train on it as it is, by --data",
+    b"PAR1": "a table of Parquet: save it as CSV",
+    b"\x93NUMPY": "an array of NumPy: hpctrain.write_pack makes a pack of arrays",
+}
+ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
+MOST_BYTES = 4 << 30  # of an image file: far above Pillow's limit on pixels
+
+PLAIN, ENCRYPTED, LINK, SPECIAL = -1, -2, -3, -4  # kinds of slices, or a compression of .zip
+UNREADABLE = {
+    ENCRYPTED: "it is encrypted",
+    LINK: "a link in an archive, which is not followed",
+    SPECIAL: "not a regular file",
+}
+
+T = TypeVar("T")
+
+
+class Slice(NamedTuple):
+    """Where an image file is: a file, or `size` bytes of an archive from `offset` on.
+
+    There, a member of a .zip (not PLAIN) has its local header, which comes in addition.
+    """
+
+    path: str
+    kind: int = PLAIN
+    offset: int = 0
+    size: int = -1  # as it is stored; -1: all bytes
+    crc32: int = 0  # of a member of a .zip
+
+
+class Member(NamedTuple):
+    """A member of an archive: its name, and `Slice` from `kind` on."""
+
+    name: str
+    is_folder: bool
+    place: tuple[int, int, int, int]
+    same_as: str = ""  # of a hard link: the name of its file
+
+
+@dataclass
+class Listing:
+    """The M files of a folder or an archive."""
+
+    kind: str  # "folder", "tar" or "zip"
+    root: str  # path of the folder, or of the file that holds the members
+    names: list[str] = field(default_factory=list)  # of files that are not hidden, in their order
+    folders: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # on what is left out, or named otherwise
+    rows: dict[str, int] = field(default_factory=dict)  # of all members of an archive, by name
+    places: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))  # of these rows
+
+    def add_note(self, text: str, names: Iterable[str], noun: str = "file") -> None:
+        """Add a line such as "text: 3 files (a, b, c)", if there are names."""
+        if names := sorted(names):
+            self.notes.append(f"{text}: {counted(len(names), noun)} ({listed_names(names)})")
+
+    def hide(self, hidden: Iterable[str]) -> None:
+        """Note the hidden files and folders, which are not in `names`."""
+        self.add_note("left out, hidden or of the system", hidden, "name")
+
+
+def by_folder(name: str) -> str:
+    """Return the key that sorts files by name, so that those of a folder stand together."""
+    return name.replace("/", "\0")  # which sorts before all other characters
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name, without a path, is left out of all listings."""
+    return name.startswith(".") or name.lower() in SYSTEM_NAMES
+
+
+def list_folder(path: str) -> Listing:
+    """List the files below a folder. Raises UsageError if a folder cannot be read."""
+    listing = Listing("folder", path)
+    hidden = list[str]()
+    loops = list[str]()
+    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ())]  # and folders above it
+    while waiting:
+        inside, above = waiting.pop()
+        try:
+            status = os.stat(os.path.join(path, inside))
+            identity = status.st_dev, status.st_ino
+            if identity in above:
+                loops.append(inside)
+                continue
+            if inside:
+                listing.folders.append(inside.rstrip("/"))
+            with os.scandir(os.path.join(path, inside)) as entries:
+                for entry in entries:
+                    name = inside + entry.name
+                    if is_hidden(entry.name):
+                        hidden.append(name)
+                    elif entry.is_dir():
+                        waiting.append((f"{name}/", (*above, identity)))
+                    else:
+                        listing.names.append(name)
+        except OSError as error:
+            raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from None
+    listing.names.sort(key=by_folder)
+    listing.hide(hidden)
+    listing.add_note("left out, links to a folder that contains them", loops, "link")
+    return listing
+
+
+# Archives
+
+
+def is_archive(path: str) -> bool:
+    """Whether a file begins as an archive or a compressed file does. Raises OSError."""
+    start = read_start(path)
+    magic = (b"PK\x03\x04", b"PK\x05\x06", *COMPRESSED, *FOREIGN)
+    return start.startswith(magic) or start[257:262] == b"ustar"
+
+
+def list_archive(path: Path, scratch: IO[bytes]) -> Listing:
+    """List an archive; a compressed .tar is decompressed into the file `scratch`.
+
+    Raises UsageError for what is not a sound archive.
+    """
+    listing = Listing("tar", str(path.resolve()))
+    try:
+        start = read_start(str(path))
+        for magic, text in {**FOREIGN, **OTHER_FILES}.items():
+            if start.startswith(magic):
+                advice = "" if magic in OTHER_FILES else ": unpack it, and give the folder"
+                raise UsageError(f"source {path} is {text}{advice}")
+        for magic, module in COMPRESSED.items():
+            if start.startswith(magic):
+                with import_module(module).open(path) as stream:
+                    shutil.copyfileobj(stream, scratch, 2**20)
+                scratch.flush()
+                listing.root = f"/proc/{os.getpid()}/fd/{scratch.fileno()}"
+        if start.startswith(b"PK"):
+            listing.kind = "zip"
+            _add_members(listing, _zip_members(listing))
+        else:
+            _add_members(listing, _tar_members(listing.root))
+    except (MemoryError, UsageError):
+        raise
+    except Exception as error:  # of many types, for corrupt archives
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of `scratch`
+            raise
+        raise UsageError(
+            f"source {path} cannot be read as a folder, archive (.tar, .tgz, .zip) or table"
+            f" (.csv, .tsv, .txt): {getattr(error, 'strerror', None) or brief(error)}"
+        ) from None
+    return listing
+
+
+def _add_members(listing: Listing, members: Iterable[Member]) -> None:
+    """Add the members of an archive to its listing; of equal names the last is taken."""
+    fields = array("q")
+    repeated = set[str]()
+    hidden = set[str]()
+    hidden_within = dict[str, str]()  # by folder: the part of its path that is hidden
+    for member in members:
+        name = _inside(member.name)
+        if member.is_folder:
+            if name != ".":
+                listing.folders.append(name)
+            continue
+        if name in listing.rows:
+            repeated.add(name)
+        place = member.place
+        if member.same_as:
+            row = listing.rows.get(_inside(member.same_as))
+            if row is not None:
+                kind, offset, size, crc32 = fields[4 * row : 4 * row + 4]
+                place = kind, offset, size, crc32
+        listing.rows[name] = len(fields) // 4
+        fields.extend(place)
+    for name in sorted(listing.rows, key=by_folder):
+        folder, _, last = name.rpartition("/")
+        if folder not in hidden_within:
+            hidden_within[folder] = _hidden_part(folder)
+        if part := hidden_within[folder]:
+            hidden.add(part)
+        elif is_hidden(last):
+            hidden.add(name)
+        else:
+            listing.names.append(name)
+    listing.folders = [name for name in listing.folders if not _hidden_part(name)]
+    listing.places = np.frombuffer(fields, np.int64).reshape(-1, 4)
+    listing.hide(hidden)
+    listing.add_note("names that occur more than once, the last is taken", repeated)
+
+
+def _inside(name: str) -> str:
+    """Return the name of a member relative to the archive."""
+    name = normpath(name.lstrip("/"))
+    while name.startswith("../"):
+        name = name[3:]
+    return name
+
+
+def _hidden_part(path: str) -> str:
+    """Return a path up to its first hidden part, or "" if none is."""
+    parts = path.split("/")
+    for number, part in enumerate(parts, 1):
+        if is_hidden(part):
+            return "/".join(parts[:number])
+    return ""
+
+
+def _tar_members(path: str) -> Iterator[Member]:
+    """Yield the members of a .tar. Raises TarError."""
+    with open(path, "rb") as file, tarfile.TarFile.open(fileobj=file, mode="r:") as archive:
+        while (m := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # it would keep them in memory
+            place = PLAIN, m.offset_data, m.size, 0
+            if m.issym() or m.islnk():
+                place = LINK, 0, 0, 0
+            elif not m.isreg() or m.issparse():
+                place = SPECIAL, 0, 0, 0
+            yield Member(m.name, m.isdir(), place, m.linkname if m.islnk() else "")
+        file.seek(archive.offset)  # of the first block that is not a member
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("it has no end mark: fetch it again")
+        while block := file.read(2**20):
+            if block.strip(b"\0"):
+                raise tarfile.ReadError(
+                    "it goes on behind its end mark, as joined archives do: unpack it with"
+                    " tar --ignore-zeros, and give the folder"
+                )
+
+
+def _zip_members(listing: Listing) -> Iterator[Member]:
+    r"""Yield the members of a .zip; "\" in their names separates folders. Raises BadZipFile."""
+    unknown = list[str]()
+    with zipfile.ZipFile(listing.root) as archive:
+        for m in archive.infolist():
+            name = m.filename
+            if not m.flag_bits & 0x800 and not name.isascii():  # APPNOTE.TXT 4.4.4, bit 11
+                try:
+                    name = name.encode("cp437").decode()  # as macOS writes them
+                except UnicodeError:
+                    unknown.append(name)
+            name = name.replace("\\", "/")  # which 4.4.17.1 forbids
+            kind = m.compress_type
+            if m.flag_bits & 1:
+                kind = ENCRYPTED
+            if stat.S_ISLNK(m.external_attr >> 16):
+                kind = LINK
+            place = kind, m.header_offset, m.compress_size, m.CRC
+            yield Member(name, name.endswith("/"), place)
+    listing.add_note("names that are not UTF-8 are read as code page 437", unknown)
+
+
+# Tables name files
+
+
+class FileFinder:
+    r"""Finds the files of a folder or an archive that a table names.
+
+    A table may write them with "\\", or with accents in another normalization of Unicode.
+    """
+
+    def __init__(self, root: str, rows: Mapping[str, int] | None = None) -> None:
+        """Look in the folder `root`, or among the members `rows` of an archive."""
+        self._root = root
+        self._rows = rows
+        self._by_form: dict[str, str] = {}
+        self._entries: dict[str, dict[str, list[str]]] = {}  # of folders: names by NFC
+        if rows is not None:
+            self._by_form = {unicodedata.normalize("NFC", name): name for name in rows}
+
+    def find(self, given: str) -> str:
+        """Return the name of a file, which is `given` where no other file is meant."""
+        plain = normpath(given)
+        if given.isascii() and "\\" not in given:
+            return plain
+        for name in (plain, normpath(given.replace("\\", "/"))):
+            if self.has(name):
+                return name
+            similar = self._find_form(unicodedata.normalize("NFC", name))
+            if similar:
+                return similar
+        return plain
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of exactly this name."""
+        if self._rows is not None:
+            return name in self._rows
+        return os.path.lexists(os.path.join(self._root, name))
+
+    def _find_form(self, name: str) -> str:
+        """Return the file whose path has this NFC, or ""."""
+        if self._rows is not None:
+            return self._by_form.get(name, "")
+        paths = [""]
+        if name.startswith("/"):
+            paths = ["/"]
+        for part in name.strip("/").split("/"):
+            paths = [os.path.join(p, same) for p in paths for same in self._same_form(p, part)]
+        return next(filter(self.has, paths), "")
+
+    def _same_form(self, folder: str, part: str) -> list[str]:
+        """Return the names in a folder that have this NFC; the name itself if there is none."""
+        if folder not in self._entries:
+            self._entries[folder] = {}
+            with suppress(OSError):
+                for name in os.listdir(os.path.join(self._root, folder)):
+                    form = unicodedata.normalize("NFC", name)
+                    self._entries[folder].setdefault(form, []).append(name)
+        return self._entries[folder].get(part, [part])
+
+
+# Reading
+
+
+def open_regular(path: str) -> FileIO:
+    """Open a regular file; a named pipe does not wait for a writer. Raises OSError and BadImage."""
+
+    def open_at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    try:
+        file = FileIO(path, opener=open_at_once)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device without a driver
+            raise BadImage(UNREADABLE[SPECIAL]) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise BadImage(UNREADABLE[SPECIAL])
+    return file
+
+
+def read_files(slices: Iterable[Slice], use: Callable[[bytes], T]) -> Iterator[T | BadImage]:
+    """Yield what `use` makes of the bytes of each image file, or why it cannot be read.
+
+    An archive is opened once. `use` may raise BadImage.
+    """
+    for path, parts in groupby(slices, lambda part: part.path):
+        with ExitStack() as opened:
+            file = None
+            for part in parts:
+                try:
+                    file = file or opened.enter_context(open_regular(path))
+                    yield use(_read(file, part))
+                except BadImage as error:
+                    yield error
+                except (OSError, ValueError, zlib.error) as error:
+                    yield BadImage(getattr(error, "strerror", None) or str(error))
+
+
+def read_file(path: str) -> bytes:
+    """Return the bytes of an image file. Raises BadImage."""
+    (data,) = read_files([Slice(path)], bytes)
+    if isinstance(data, BadImage):
+        raise data
+    return data
+
+
+def _read(file: FileIO, part: Slice) -> bytes:
+    """Read an image file. Raises BadImage, OSError and zlib.error."""
+    if part.kind in UNREADABLE:
+        raise BadImage(UNREADABLE[part.kind])
+    if part.kind not in (PLAIN, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise BadImage(f"compressed by method {part.kind} of .zip: store or deflate it")
+    start = part.offset
+    if part.kind != PLAIN:  # a local header of 30 bytes, a name and an extra field
+        file.seek(start + 26)
+        lengths = file.read(4)
+        start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    size = part.size
+    if size == -1:
+        size = os.fstat(file.fileno()).st_size
+    if size > MOST_BYTES:
+        raise BadImage("larger than 4 GiB: no image")
+    file.seek(start)
+    data = file.read(part.size) or b""
+    if part.size not in (-1, len(data)):
+        raise BadImage("the archive was cut short")
+    if part.kind == zipfile.ZIP_DEFLATED:
+        data = zlib.decompress(data, -zlib.MAX_WBITS)
+    if part.kind != PLAIN and zlib.crc32(data) != part.crc32:
+        raise BadImage("the archive is damaged: CRC-32 differs")
+    if not data:
+        raise BadImage("an empty file")
+    return data
+
+
+def read_start(path: str) -> bytes:
+    """Return the first block of a regular file. Raises OSError."""
+    try:
+        with open_regular(path) as file:
+            return file.read(tarfile.BLOCKSIZE) or b""
+    except BadImage as error:
+        raise OSError(str(error)) from None
