@@ -73,6 +73,18 @@ def launcher_name() -> str:
     return next((name for variable, name in names if variable in os.environ), "none")
 
 
+def more_cores() -> str:
+    """Return what to type for more cores per rank, with the launcher of this process."""
+    options = {
+        "mpirun (Open MPI)": "mpirun --bind-to none",
+        "mpiexec (Hydra)": "mpiexec -bind-to none",
+        "srun": "srun -c N",
+        "flux run": "flux run -c N",
+        "mpiexec (PALS)": "mpiexec --cpu-bind depth --depth N",
+    }
+    return f"give ranks more: {options.get(launcher_name(), 'ask for them, start without taskset')}"
+
+
 def end_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its `parent` dies, even by SIGKILL (prctl(2))."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -10,6 +10,7 @@ or its sums are wrong). The exit code is 1 if any finding is a failure.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -28,8 +29,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from hpctrain import __version__
-from hpctrain.cluster import find_job, launched_rank, launched_size, launcher_name
+from hpctrain.cluster import find_job, launched_rank, launched_size, launcher_name, more_cores
 from hpctrain.config import Settings
+from hpctrain.cores import BINDING, allowed_cores, cpu_quotas, whole_cores
 from hpctrain.errors import UsageError, first_line
 from hpctrain.report.console import make_console
 from hpctrain.text import bytes_text, counted, listed, min_to_max
@@ -40,8 +42,6 @@ NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvf
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
 SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in s, of 1 MiB or more in bytes/s
 LOOPS, MOST_CALLS = 5, 100  # that are timed for each size
-MORE_CORES = "give ranks more: srun or flux run -c N, mpirun --bind-to none, mpiexec -bind-to none"
-MORE_CORES += " (Hydra) or --cpu-bind depth --depth N (PALS)"
 
 Facts = SimpleNamespace  # of one rank: a check adds its own, and may read those of earlier checks
 Ranks = Sequence[Facts]  # the facts of all ranks in order, at least one
@@ -159,9 +159,16 @@ def _judge_mpi(ranks: Ranks) -> Iterable[Finding]:
 
 
 def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
-    cores, omp = os.sched_getaffinity(0), os.environ.get("OMP_NUM_THREADS", "")
-    threads = mpi.fair_threads(comm) if mpi else len(cores)
-    return {"cores": cores, "host_cores": os.cpu_count() or 1, "threads": threads, "omp": omp}
+    cores, quotas = allowed_cores(), [quota.cores for quota in cpu_quotas()]
+    threads, share = whole_cores(len(cores), *quotas), min(quotas, default=math.inf)
+    if mpi:
+        from hpctrain.parallel.hosts import core_share, fair_threads
+
+        threads, share = fair_threads(comm), core_share(comm)[1]
+    names = ("OMP_NUM_THREADS", *BINDING)
+    variables = {name: os.environ[name] for name in names if os.environ.get(name)}
+    facts = {"cores": cores, "quota": share, "threads": threads, "variables": variables}
+    return {**facts, "host_cores": os.cpu_count() or 1}
 
 
 def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
@@ -171,21 +178,34 @@ def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
     for host, group in hosts.items():
         cores, all_cores = len(set().union(*(rank.cores for rank in group))), group[0].host_cores
         found = f"{counted(len(group), 'rank')} on {counted(cores, 'core')} of {host}"
-        few = f"{found}, which has {all_cores}; reading needs a core, too: {MORE_CORES}"
+        few = f"{found}, which has {all_cores}; reading needs a core, too: {more_cores()}"
         cases.append((cores <= len(group) and cores < all_cores, "warn", few))
         cases.append((cores < len(group), "note", f"{found}: fewer ranks would be as fast"))
     found = f"{min_to_max(counts)} core{'' if max(counts) == 1 else 's'} per rank"
     yield _judge("binding", f"{found}, {first.host_cores} on the host", *cases)
+    quota = min(rank.quota for rank in ranks)
+    if quota < first.host_cores:
+        more = "threads and decoders follow it; ask for more with the job or container"
+        yield Finding("CPU quota", f"{quota:.3g} cores of CPU time per rank", "note", more)
     # the ranks that may use cores of each rank, itself included
     sharing = [sum(bool(r.cores & rank.cores) for r in hosts[rank.host]) for rank in ranks]
-    fair = min(max(1, count // others) for count, others in zip(counts, sharing, strict=True))
+    shares = (count / others for count, others in zip(counts, sharing, strict=True))
+    fair = whole_cores(quota, *shares)
     unset = f"there are cores for {fair}: unset OMP_NUM_THREADS"
+    asked = first.variables.get("OMP_NUM_THREADS")
     yield _judge(
         "threads",
-        f"{first.threads} per rank, OMP_NUM_THREADS {f'= {first.omp}' if first.omp else 'not set'}",
+        f"{first.threads} per rank, OMP_NUM_THREADS {f'= {asked}' if asked else 'not set'}",
         (first.threads > fair, "warn", unset),
         (first.threads < fair, "note", unset),
     )
+    for name in BINDING:
+        if value := first.variables.get(name):
+            shared = max(sharing) > 1
+            first_core = "the main threads of ranks that share cores are bound to the same core"
+            advice = f"{first_core}: unset it, or bind ranks to cores of their own"
+            usual = "it binds torch's threads to cores; reading and decoding use all cores"
+            yield Finding(name, f"= {value}", *(("warn", advice) if shared else ("note", usual)))
 
 
 def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:

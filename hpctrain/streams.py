@@ -10,13 +10,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hpctrain.cores import make_pool
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 Event = torch.cuda.Event  # of a GPU; CpuEvent has the same methods
 Stream = torch.cuda.Stream | None  # None: on the CPU
@@ -63,7 +68,7 @@ def set_device(device: torch.device) -> None:
 
 def start_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     """Return a pool of one thread that queues work on `device`, which is its current device."""
-    return ThreadPoolExecutor(1, name, initializer=set_device, initargs=(device,))
+    return make_pool(1, name, partial(set_device, device))
 
 
 def new_stream(device: torch.device) -> Stream:

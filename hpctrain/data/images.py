@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ import numpy as np
 import PIL
 from PIL import ExifTags, Image, features
 
+from hpctrain.cores import core_count, make_pool
 from hpctrain.errors import first_line
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
@@ -178,7 +178,7 @@ def decoder_versions() -> str:
 
 def decode_threads(threads: int | None = None) -> ThreadPoolExecutor:
     """Return a pool of `threads` threads; by default one per usable core, at most 8."""
-    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), "decode")
+    return make_pool(threads or min(MAX_THREADS, core_count()), "decode")
 
 
 def _open(data: bytes) -> Image.Image:

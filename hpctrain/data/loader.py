@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from hpctrain.cores import make_pool
 from hpctrain.data.augment import Augmentation, augment, to_input
 from hpctrain.data.orders import BlockOrder, Order
 from hpctrain.data.partition import random_key
@@ -186,7 +187,7 @@ class Loader:
         self._prefetch: Prefetcher[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
-        self._thread = ThreadPoolExecutor(1, "windows")
+        self._thread = make_pool(1, "windows")
         self._windows: dict[tuple[int, int, int], Future[np.ndarray]] = {}
         self._bad = Bad()  # of all samples that were read
         count = sum(self.partition.shares[j] for j in shards)
@@ -196,7 +197,8 @@ class Loader:
         """End the reading threads and free all that they have read. The next epoch starts anew."""
         self._end_prefetch()
         self._thread.shutdown(cancel_futures=True)
-        self._thread, self._windows = ThreadPoolExecutor(1, "windows"), {}
+        self._thread = make_pool(1, "windows")
+        self._windows = {}
         self.__dict__.pop("_kept", None)
 
     def epoch(

@@ -30,6 +30,7 @@ from hpctrain.inference.network import Answer, Inference, find_model, require_sp
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel import mpi
 from hpctrain.parallel.device import choose_device, keep_memory, torch_settings
+from hpctrain.parallel.hosts import fair_threads
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
 from hpctrain.report.record import without_nonfinite
@@ -147,7 +148,7 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
 
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
     keep_memory()
-    torch.set_num_threads(settings.threads or mpi.fair_threads(comm))  # launchers set 1 or all
+    torch.set_num_threads(settings.threads or fair_threads(comm))  # launchers set 1 or all
     with on_all(comm):
         device = choose_device(settings.device, mpi.comm_of_host(comm).rank)
         network = TrainedNetwork(path, device, settings.trust_code)

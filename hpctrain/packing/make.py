@@ -38,6 +38,7 @@ from rich.table import Column, Table
 
 import hpctrain
 from hpctrain.config import PackConfig, Size
+from hpctrain.cores import core_count
 from hpctrain.data.digits import generate
 from hpctrain.data.images import BadImage, Fit, probe
 from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
@@ -162,7 +163,7 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
     """Make a pack of the images at `path`."""
     with open_source(path, output.parent, config.manifest) as source:
         total = len(source.names)
-        jobs = config.jobs or len(os.sched_getaffinity(0))
+        jobs = config.jobs or core_count()
         jobs = max(1, min(jobs, total // MIN_IMAGES_PER_JOB))
         with workers.start_workers(jobs) as run:
             fit = choose_fit(config, source, run)

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from hpctrain.cluster import launched_rank, launched_size, local_size, place_in_step
+from hpctrain.cores import core_count
 from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.fault import fault
 from hpctrain.watchdog import MPI_INIT, current, doing, waiting
@@ -36,7 +37,7 @@ FINALIZE_LIMIT = 60.0  # seconds
 
 def _prepare_environment() -> None:
     """Set variables that MPI reads once, at initialization. The user's values take precedence."""
-    if local_size() > len(os.sched_getaffinity(0)):
+    if local_size() > core_count():
         # Otherwise ranks that share a core spin: 8 ms instead of 5 us for one number.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if local_size() == (launched_size() or 1):
@@ -186,19 +187,6 @@ def comm_of_host(comm: Comm) -> Comm:
                 host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         comm.Set_attr(HOST, host)
     return host
-
-
-def fair_threads(comm: Comm) -> int:
-    """Return the number of CPU threads per rank with which no cores are oversubscribed. Collective.
-
-    This is OMP_NUM_THREADS if set, otherwise the number of allowed cores divided by the number of
-    ranks that may use them; the minimum over all ranks.
-    """
-    cores = os.sched_getaffinity(0)
-    sharing = sum(bool(cores & theirs) for theirs in allgather(comm_of_host(comm), cores))
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    given = int(wanted) if wanted.isdigit() else 0
-    return max(1, minimum(comm, given or len(cores) // sharing)[0])
 
 
 def conclude(error: BaseException) -> int:

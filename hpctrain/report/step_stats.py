@@ -7,20 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.text import counted
-
 ENOUGH = 5  # steps, without which there is no advice, nor a slow rank: the first are slower
 # Shares of a step from which there is advice; from WAIT on, a slow rank is named.
 DATA, REDUCE, IDLE, WAIT = 0.2, 0.2, 0.1, 0.05
 WORTH_NARROWING = 1_000_000  # parameters; fewer take longer to round than to send
-
-
-def crowding(facts: Mapping[str, Any]) -> str:
-    """Return a note on the host with more ranks than cores, by the facts of a run; "" if none."""
-    ranks, cores = facts["host_ranks"], facts["host_cores"]
-    if ranks <= cores:
-        return ""
-    return f"{ranks} ranks share {counted(cores, 'core')} of a host: start at most {cores} there"
 
 
 def shares_text(shares: Mapping[str, float]) -> str:

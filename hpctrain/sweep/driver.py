@@ -38,6 +38,7 @@ from rich.table import Table
 from hpctrain import launch
 from hpctrain.cluster import LEFT, srun_words, tasks_by_node
 from hpctrain.config import SweepConfig, require_trust, to_toml
+from hpctrain.cores import allowed_cores, core_count
 from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.console import make_console
@@ -166,7 +167,7 @@ def find_slots(settings: SweepConfig, networks: list[SweepNetwork]) -> list[Slot
     if inside and settings.launcher != "mpirun":
         words, count = step_words(ranks)
         return [Slot(n + 1, [*words, *train]) for n in range(settings.slots or count)]
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(allowed_cores())[: core_count()]  # a quota may allow fewer
     gpus = visible_gpus() if any(n.config.device != "cpu" for n in networks) else []
     count = settings.slots or max(1, len(gpus or cores) // ranks)
     if len(cores) < count:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain.config import Every
+from hpctrain.cores import make_pool
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import sync
@@ -61,7 +62,7 @@ class Writer:
         self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
         self.seconds = 0.0  # longest time that writing took
         self._host: Tensors = {}
-        self._pool = ThreadPoolExecutor(1, "writer")
+        self._pool = make_pool(1, "writer")
         self._task: Future[None] | None = None  # not yet checked for an error
 
     def __enter__(self) -> Writer:

@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 import time
 import tomllib
 from pathlib import Path
@@ -28,7 +27,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole, writing
 from hpctrain.parallel.device import hardware_key, memory_of
-from hpctrain.parallel.mpi import agreed, allgather, library, on_root
+from hpctrain.parallel.mpi import agreed, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, best_file, evaluation_file
 from hpctrain.report.history import History, Outcome
@@ -156,7 +155,7 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
 
 
 def run_facts(run: Run) -> dict[str, object]:
-    """Return the first line of the record. Collective.
+    """Return the first line of the record.
 
     Its settings are a fixed set, and all that affect the results and are not at their defaults.
     """
@@ -165,11 +164,6 @@ def run_facts(run: Run) -> dict[str, object]:
         for name, value in run.config.changed().items()
         if name not in FREE - {"data", "epochs"}
     }
-    cores: dict[str, list[set[int]]] = {}  # of each rank, by host
-    for host, allowed in allgather(run.comm, (socket.gethostname(), os.sched_getaffinity(0))):
-        cores.setdefault(host, []).append(allowed)
-    counts = [(len(each), len(set().union(*each))) for each in cores.values()]
-    host_ranks, host_cores = max(counts, key=lambda count: count[0] / count[1])
     memory, memory_reason = memory_of(run.trainer.message.device)
     transport = run.trainer.reduce.transport
     return {
@@ -178,9 +172,9 @@ def run_facts(run: Run) -> dict[str, object]:
         "model": run.plan.model,
         "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
         "ranks": run.comm.size,
-        "hosts": sorted(cores),
-        "host_ranks": host_ranks,  # of the host with the fewest cores per rank
-        "host_cores": host_cores,
+        "hosts": list(run.host.hosts),
+        "host_ranks": run.host.ranks,  # of the host with the fewest cores per rank
+        "host_cores": run.host.cores,
         "shards": run.plan.shards,
         "device": run.facts.device,
         "transport": transport.name,

@@ -22,6 +22,7 @@ from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from hpctrain.models import InitialWeights
+from hpctrain.parallel.hosts import HostCores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
@@ -133,6 +134,7 @@ class Run:
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
     init: InitialWeights | None  # with --init, unless the run is resumed
+    host: HostCores  # with the fewest cores per rank
     notes: list[str]  # for the user, on what was chosen
     progress: Progress = field(default_factory=Progress)
     # Opened for training

@@ -29,11 +29,11 @@ from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import choose_device, keep_memory, place
+from hpctrain.parallel.hosts import core_notes, fair_threads, scarcest_host
 from hpctrain.parallel.mpi import (
     Comm,
     check_equal_on_all,
     comm_of_host,
-    fair_threads,
     on_all,
     on_root,
 )
@@ -83,6 +83,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         device = choose_device(config.device, comm_of_host(comm).rank)
     keep_memory()
     threads = cpu_threads(config, fair_threads(comm), begun)
+    host = scarcest_host(comm)
     torch.set_num_threads(threads)  # launchers set 1 or all cores
 
     # Network: what it learns, how its input is scaled, what it does with the first samples
@@ -145,6 +146,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         augmented = partial(augment_by, function, augmented)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
     texts = transport.note, init, why, frozen, kept, images_note(pack)
+    crowded = core_notes(host, threads, "--threads" if config.threads else "OMP_NUM_THREADS")
     return Run(
         config=config,
         facts=facts,
@@ -158,7 +160,8 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
         prepare=prepare,
         init=init,
-        notes=[str(text) for text in texts if text],
+        host=host,
+        notes=[*crowded, *(str(text) for text in texts if text)],
     )
 
 

@@ -20,7 +20,6 @@ from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.find import NETWORK_FILE
 from hpctrain.report.record import Recorder
-from hpctrain.report.step_stats import crowding
 from hpctrain.text import counted, say
 from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer
@@ -129,10 +128,10 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
 
 
 def describe_run(run: Run) -> None:
-    """Record what is known before the first step of a launch. Collective."""
+    """Record what is known before the first step of a launch."""
     facts = folder.run_facts(run)
     run.recorder.write("run", **facts)
-    for note in filter(None, [crowding(facts), *run.notes]):
+    for note in run.notes:
         run.recorder.note(note)
     own = run.trainer.state().values()
     run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK

@@ -81,7 +81,7 @@ def make_sum(transport, vector, runs=None, narrow=0):
 
 # Ranks: what started them, what they agree on, which GPUs they use
 from hpctrain import cluster
-from hpctrain.parallel import mpi, transport
+from hpctrain.parallel import hosts, mpi, transport
 from hpctrain.parallel.device import (
     RankDevice,
     choose_device,
@@ -90,8 +90,20 @@ from hpctrain.parallel.device import (
     zeros_for_messages,
 )
 
-__all__ += ["RankDevice", "choose_device", "choose_transport", "cluster", "memory_of", "mpi"]
+__all__ += [
+    "RankDevice",
+    "choose_device",
+    "choose_transport",
+    "cluster",
+    "hosts",
+    "memory_of",
+    "mpi",
+]
 __all__ += ["transport", "zeros_for_messages"]
+
+from hpctrain.cores import Quota, core_count, cpu_quotas
+
+__all__ += ["Quota", "core_count", "cpu_quotas"]
 
 # Orders: who reads which samples, and when
 from hpctrain.data.orders import Permutation

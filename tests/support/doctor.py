@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ LAPTOP: dict[str, Any] = {
     "cores": {0, 1, 2, 3},
     "host_cores": 4,
     "threads": 4,
-    "omp": "",
+    "quota": math.inf,
+    "variables": {},
     "torch_error": "",
     "built_for": "",
     "key": "torch 2.13.0, A CPU, AVX512",

@@ -78,9 +78,9 @@ def run_of(settings: dict[str, Any]) -> Path:
 
 
 def notes(settings: dict[str, Any]) -> list[str]:
-    """The notes in the record of the run, but that this machine has fewer cores than ranks."""
+    """The notes in the record of the run, but on the cores of this machine."""
     texts = [record["text"] for record in records(settings, "note")]
-    return [text for text in texts if " ranks share " not in text]
+    return [text for text in texts if " of a host" not in text]
 
 
 def check_same(settings: dict[str, Any], other: dict[str, Any], whole_record: bool = True) -> None:

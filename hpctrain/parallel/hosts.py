@@ -1,0 +1,112 @@
+"""The cores of the hosts of a job: each rank's share of them, and what to do about too few."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from typing import NamedTuple
+
+from hpctrain.cluster import more_cores, place_in_step
+from hpctrain.cores import BINDING, allowed_cores, cpu_quotas, whole_cores
+from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, minimum
+from hpctrain.text import counted, listed
+
+
+def fair_threads(comm: Comm) -> int:
+    """Return the number of CPU threads per rank with which no cores are oversubscribed. Collective.
+
+    This is OMP_NUM_THREADS if set, otherwise `core_share`; the minimum over all ranks.
+    """
+    return minimum(comm, threads_asked() or whole_cores(*core_share(comm)))[0]
+
+
+def threads_asked() -> int:
+    """Return OMP_NUM_THREADS, of whose levels the first counts; 0 if it is no number above 0."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(wanted) if wanted.isdecimal() else 0
+
+
+def core_share(comm: Comm) -> tuple[float, float]:
+    """Return this rank's share of the allowed cores, and of the CPU time of quotas. Collective.
+
+    The cores are divided by the number of ranks of this host that may use them, the CPU time of a
+    quota, in cores, by that of the ranks in its cgroup. The number of cores for a task of srun
+    counts as a quota of the rank. Without any quota its share is infinite.
+    """
+    cores = allowed_cores()
+    quotas = cpu_quotas()
+    groups = {quota.group for quota in quotas}
+    host = allgather(comm_of_host(comm), (cores, groups))
+    sharing = sum(bool(cores & theirs) for theirs, _ in host)
+    limits = [quota.cores / sum(quota.group in theirs for _, theirs in host) for quota in quotas]
+    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if given.isdecimal() and place_in_step(comm.rank, comm.size)[0] >= 0:
+        limits.append(float(given))
+    return len(cores) / sharing, min(limits, default=math.inf)
+
+
+class RankCores(NamedTuple):
+    """What a rank knows of cores."""
+
+    host: str
+    allowed: set[int]
+    main: set[int]  # on which its main thread may run: OpenMP may have bound it
+    quota: float  # its share of the CPU time of quotas, in cores
+    there: int  # on the host
+
+
+class HostCores(NamedTuple):
+    """The cores of the host that has the fewest per rank."""
+
+    hosts: tuple[str, ...]  # all of the job, sorted
+    ranks: int
+    allowed: int  # cores that its ranks may use together
+    cores: int  # of them by their quotas, at least 1
+    main: int  # on which their main threads may run
+    quota: float  # the CPU time, in cores, to which quotas limit its ranks together
+    there: int
+
+
+def scarcest_host(comm: Comm) -> HostCores:
+    """Return the cores of the host that has the fewest per rank. Collective."""
+    _, share = core_share(comm)
+    main, there = os.sched_getaffinity(0), os.cpu_count() or 1
+    gathered = allgather(comm, RankCores(socket.gethostname(), allowed_cores(), main, share, there))
+    names = dict.fromkeys(rank.host for rank in gathered)
+    hosts = []
+    for name in names:
+        ranks = [rank for rank in gathered if rank.host == name]
+        allowed = set[int]().union(*(rank.allowed for rank in ranks))
+        bound = set[int]().union(*(rank.main for rank in ranks))
+        quota = sum(rank.quota for rank in ranks)
+        cores = whole_cores(len(allowed), quota + 1e-6)  # a sum of thirds
+        counts = len(ranks), len(allowed), cores, len(bound), quota, ranks[0].there
+        hosts.append(HostCores(tuple(sorted(names)), *counts))
+    return min(hosts, key=lambda host: host.cores / host.ranks)
+
+
+def core_notes(host: HostCores, threads: int, setting: str) -> list[str]:
+    """Return notes on too few cores, and what to do about them.
+
+    `threads` is the number of each rank, which `setting` may have asked for.
+    """
+    ranks, cores = counted(host.ranks, "rank"), counted(host.cores, "core")
+    notes = []
+    if host.quota < host.allowed:
+        time = f"CPU time of {host.quota:.3g} of {host.allowed} cores of a host"
+        notes.append(f"{ranks} may use the {time}: ask for more with the job or container")
+    if host.ranks > host.cores:
+        notes.append(f"{ranks} share {cores} of a host: start at most {host.cores} there")
+    elif host.ranks == host.allowed < host.there:
+        few = f"{ranks} may use {host.cores} of the {host.there} cores of a host"
+        notes.append(f"{few}; reading needs a core, too: {more_cores()}")
+    if host.main < min(host.ranks, host.cores):
+        names = listed(name for name in BINDING if name in os.environ)
+        same = f"{names}: the main threads of {ranks} are bound to {counted(host.main, 'core')}"
+        notes.append(f"{same} of a host: unset it, or bind ranks to cores of their own")
+    if threads > 1 and threads * host.ranks > host.cores:
+        fair = max(1, host.cores // host.ranks)
+        many = f"{counted(threads, 'thread')} of each of {ranks} share {cores} of a host"
+        notes.append(f"{many}: unset {setting}, or give {fair}")
+    return notes
