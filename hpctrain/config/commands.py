@@ -54,7 +54,9 @@ class ExportConfig(SavedConfig):
     """Settings of ``hpctrain export``: a trained network as a file for other programs."""
 
     preprocess: bool = option(
-        "take uint8 images (N, H, W, C); default: the network's floats (N, C, H, W)", False
+        "take images as stored, such as uint8 (N, H, W, C); default: the network's floats"
+        " (N, C, H, W)",
+        False,
     )
     batch_size: int | None = option("images that the file takes; default: any", check="[1, inf)")
     output: str | None = option(

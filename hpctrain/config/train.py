@@ -113,14 +113,18 @@ class Config(OnRanks):
     )
     augment: str | None = option("your module:function of images (n, C, H, W) and torch.Generator")
     images: str | None = option(
-        "dataset of images in an HDF5 file, such as x, {split}/x or FILE:x", needs="--labels"
+        "dataset of images in an HDF5 file, such as x or {split}/x", needs="--labels"
     )
-    labels: str | None = option("dataset of integers (made 0 ... K-1) or one-hot", needs="--images")
+    labels: str | None = option(
+        "dataset of integers (made 0 ... K-1), strings or one-hot", needs="--images"
+    )
     layout: Literal["NHWC", "NCHW", "NHW", "NCWH", "NWH"] | None = option(
         "axes of --images; default: NHWC or NHW, MATLAB NCWH or NWH", needs="--images"
     )
     max_value: float | None = option(
-        "divide --images by this; default: 65535 for uint16", check="(0, inf)", needs="--images"
+        "divide --images by this; default: 255 for uint8, 65535 for uint16, else 1",
+        check="(0, inf)",
+        needs="--images",
     )
     split: Shares | None = option(
         "shares as in 0.8,0.2 or, with validation, 0.8,0.1,0.1; default: 0.9,0.1", needs="--images"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import uuid
 import zlib
@@ -22,27 +23,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import h5py
 import numpy as np
 
 from hpctrain.config import Shares
 from hpctrain.data.orders import assign, check_splits, cut, shuffled
-from hpctrain.data.pack import ALIASES, LAYOUTS, SPLITS, External, Pack, SplitInfo, Stored
+from hpctrain.data.pack import (
+    ALIASES,
+    LAYOUTS,
+    MOST_CHANNELS,
+    SPLITS,
+    External,
+    Pack,
+    SplitInfo,
+    Stored,
+)
 from hpctrain.data.partition import READ_BYTES
+from hpctrain.data.scale import FLOATS, FULL, Scale
 from hpctrain.data.split import NOT_FINITE, File, Split, as_bytes
 from hpctrain.errors import RunError, UsageError, first_line
-from hpctrain.text import listed
+from hpctrain.text import listed, printable
 
 with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # registers its filters: Blosc, Zstandard, Bitshuffle, ...
 
 CACHE_BYTES, SLOTS = 64 << 20, 10007  # of HDF5's chunk cache; it holds all chunks of some rows
 DEFAULT_SPLIT = "0.9,0.1"
-UINT16_MAX = 65535.0
-TYPES = ("uint8", "uint16", "float16", "float32", "float64")  # little endian
+TYPES = (*FULL, *FLOATS)  # little endian
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
-USUAL_CHANNELS = 4  # with more, a layout has to be given
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
 
@@ -214,7 +224,7 @@ class Rows:
 def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     """Check, split and identify an external file and return it as a `Pack`. Raises UsageError.
 
-    Labels are mapped to 0 ... K-1 in ascending order; classes are named by their labels.
+    Labels are mapped to 0 ... K-1 in ascending order, strings sorted; they name the classes.
     """
     path, layout, sizes = os.path.abspath(path), how.layout or "", dict[str, int]()
     found, labels = dict[str, SplitInfo](), dict[str, np.ndarray]()
@@ -234,24 +244,24 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
             raise UsageError(f"{path}: class {others[0]} has no image in train")
     height, width, channels = (*(images.shape[axis] for axis in LAYOUTS[layout][1:]), 1)[:3]
     block_rows = choose_block_rows(images, len(values), how.block_rows)
-    max_value = how.max_value or (UINT16_MAX if images.dtype == "uint16" else 1.0)
     pack = Pack(
         path,
         "",
         (height, width, channels),
-        tuple(map(str, values.tolist())),
+        tuple(printable(str(value), newlines=False) for value in values.tolist()),
         {"train": found[first]},
         sizes,
         provenance={"source": os.path.basename(path), "images": images.dataset},
         layout=layout,
-        max_value=0.0 if max_value == 1 and images.dtype != "uint16" else max_value,
+        scale=Scale(images.dtype, how.max_value or FULL.get(images.dtype, 1.0)),
         block_rows=block_rows,
         external=how._replace(layout=layout, block_rows=block_rows)._asdict(),
     )
     # The identity depends on the content, not on the path.
-    splits, known = dict[str, SplitInfo](), [layout, pack.max_value, how.labels]
+    splits, known = dict[str, SplitInfo](), [layout, pack.divisor, how.labels]
+    probes = {split: _probe(pack, info, how.max_value is not None) for split, info in found.items()}
     for split, info in found.items():
-        images, probe = info.images, _probe(pack, info, how.max_value is not None)
+        images, probe = info.images, probes[split].crc32
         crc = zlib.crc32(as_bytes(labels[split]))
         known += [images.dtype, images.shape, images.dataset, crc, probe]
         classes = np.searchsorted(values, labels[split]).astype(np.min_scalar_type(len(values)))
@@ -260,7 +270,8 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
             part = info._replace(samples=len(rows), labels=classes[rows], rows=chosen)
             splits[name] = part._replace(probe=probe)
     identity = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(known))
-    return replace(pack, uuid=str(identity), splits=splits)
+    scale = pack.scale._replace(low=probes[first].low, high=probes[first].high)
+    return replace(pack, uuid=str(identity), splits=splits, scale=scale)
 
 
 def find_splits(file: h5py.File, how: External) -> dict[str, str]:
@@ -291,35 +302,60 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
 
     Raises Unusable if it does not fit or may be another, or for images of another type.
     """
-    name, shape, kind = f"the images {data.name}", data.shape or (), str(data.dtype)
-    size = data.id.get_type().get_size()
-    if kind not in TYPES or size != data.dtype.itemsize:  # h5py names bfloat16 float32
-        raise Unusable(f"{name} are {kind} of {size} bytes, not one of {', '.join(TYPES)}")
+    name, shape = f"the images {data.name}", data.shape or ()
+    check_type(data)
     with open(data.file.filename, "rb") as file:
         usual = {3: "NWH", 4: "NCWH"} if file.read(len(MATLAB)) == MATLAB else {3: "NHW"}
     chosen = layout or usual.get(len(shape), "NHWC")
+    if len(shape) == 2 and 0 not in shape:
+        way = f"write them anew, {reshaped(data, '.reshape(N, H, W)')}, or (N, H, W, C)"
+        raise Unusable(f"{name} are flat, {shape}: {way}")
     if len(shape) != len(LAYOUTS[chosen]) or 0 in shape:
         raise Unusable(f"{name} have shape {shape}, which is not {chosen}: say --layout")
-    if not layout and len(shape) == 4 and shape[LAYOUTS[chosen][3]] > USUAL_CHANNELS:
-        raise Unusable(f"{name} have shape {shape}: say --layout NHWC or --layout NCHW")
+    if not layout and len(shape) == 4 and shape[LAYOUTS[chosen][3]] > MOST_CHANNELS:
+        ways = "--layout NHWC, NCHW or (of MATLAB) NCWH"
+        raise Unusable(f"{name} have shape {shape}: say {ways}")
     return chosen
 
 
+def check_type(data: h5py.Dataset) -> None:
+    """Raise Unusable for images of a type that is not read, with what to do instead."""
+    kind, size = data.dtype, data.id.get_type().get_size()
+    what = f"the images {data.name} are {kind} of {size} bytes, not one of {', '.join(TYPES)}"
+    if kind in TYPES and kind.isnative:
+        if size != kind.itemsize:  # h5py names bfloat16 float32
+            raise Unusable(f"{what}: write them as float32")
+        return
+    if kind.kind not in "biuf":
+        raise Unusable(f"{what}: write pixels, as uint8 (N, H, W, C); hp.write_pack does so")
+    wanted = str(kind.newbyteorder("="))
+    if wanted == "bool":
+        wanted = "uint8"
+    elif wanted not in TYPES:
+        wanted = "float32" if kind.itemsize <= 2 else "float64"
+    raise Unusable(f"{what}: write them anew, {reshaped(data, f'.astype({wanted!r})')}")
+
+
+def reshaped(data: h5py.Dataset, how: str) -> str:
+    """Return what writes a changed copy of a dataset in Python."""
+    return f"file['new'] = file['{data.name}'][:]{how}"
+
+
 def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
-    """Read all labels, (N,) int64. Raises Unusable."""
+    """Read all labels, (N,) int64, or strings. Raises Unusable."""
     locate(data, {})
-    name, values = f"the labels {data.name}", data[...]
-    if values.dtype.kind not in "iuf":
-        raise Unusable(f"{name} are {values.dtype}, not numbers")
+    name = f"the labels {data.name}"
+    if h5py.check_string_dtype(data.dtype):
+        return read_names(data, samples)
+    values = data[...]
+    if values.dtype.kind not in "biuf":
+        raise Unusable(f"{name} are {values.dtype}: write integers, truth values or strings")
     if values.ndim == 2 and len(values) == samples and values.shape[1] > 1:
         hot = ((values == 1).sum(axis=1) == 1) & ((values != 0).sum(axis=1) == 1)
         if not hot.all():
             raise Unusable(f"{name} are not one-hot: row {hot.argmin()} is not a single 1")
         values = values.argmax(axis=1)
-    if values.size != samples or max(values.shape) != samples:
-        wanted = f"({samples},) or one-hot ({samples}, K)"
-        raise Unusable(f"{name} have shape {values.shape}, and the images need {wanted}")
-    values = values.reshape(-1)
+    values = one_each(values, name, samples)
     with np.errstate(invalid="ignore"):  # of NaN
         labels = np.array(values.astype(np.int64))
     whole = (labels == values) & (values.dtype.kind != "f" or np.abs(values) < 2**53)
@@ -327,6 +363,25 @@ def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
         row = int(whole.argmin())
         raise Unusable(f"{name} are not whole numbers of 64 bits: row {row} is {values[row]:g}")
     return labels
+
+
+def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
+    """Read labels that are strings, (N,); strings of whole numbers as int64. Raises Unusable."""
+    name, texts = f"the labels {data.name}", data.asstr("utf-8", "surrogateescape")[...]
+    names = one_each(np.array(texts, str), name, samples)
+    if (empty := names == "").any():
+        raise Unusable(f"{name} are incomplete: row {empty.argmax()} is an empty string")
+    distinct = np.unique(names).tolist()
+    is_numbered = all(re.fullmatch("0|[1-9][0-9]{0,17}", each) for each in distinct)
+    return names.astype(np.int64) if is_numbered else names
+
+
+def one_each(values: np.ndarray, name: str, samples: int) -> np.ndarray:
+    """Return labels of one value per image as (N,), whatever axes there are. Raises Unusable."""
+    if values.size != samples or max(values.shape) != samples:
+        wanted = f"({samples},) or one-hot ({samples}, K)"
+        raise Unusable(f"{name} have shape {values.shape}, and the images need {wanted}")
+    return values.reshape(-1)
 
 
 def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
@@ -348,10 +403,14 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
     everything, block_rows = np.arange(len(labels)), pack.block_rows
     if split:
         return {split: _in_random_order(everything, block_rows, how.seed, split)}
-    shares, way = Shares(how.split or DEFAULT_SPLIT), ""
+    shares = Shares(how.split or DEFAULT_SPLIT)
+    way = advice = ""
+    images = pack.splits["train"].images
     if block_rows:
         splits = _assign_blocks(labels, shares, block_rows, how.seed)
         way = f", drawn in blocks of {block_rows:,} images"
+        if images.chunk_rows > 1:
+            advice = chunk_advice(images, pack.path)
     else:
         splits = assign(labels, shares, how.seed)
     drawn = {
@@ -359,8 +418,16 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
         for position, name in enumerate(SPLITS)
     }
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
-    check_splits(drawn, labels, pack.classes, wanted, pack.path, way)
+    check_splits(drawn, labels, pack.classes, wanted, pack.path, way, advice)
     return {name: rows for name, rows in drawn.items() if len(rows)}
+
+
+def chunk_advice(images: Stored, path: str) -> str:
+    """Return what helps where the chunks of a file are too large to draw splits from."""
+    chunk = "x".join(map(str, (1, *images.shape[1:])))
+    repack = f"h5repack -l {images.dataset}:CHUNK={chunk} {path} new.h5"
+    held = f"its chunks of {images.chunk_rows:,} images are read whole"
+    return f"{held}: write smaller ones, '{repack}', or a pack with hp.write_pack"
 
 
 def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: int) -> np.ndarray:
@@ -392,8 +459,16 @@ def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -
     return np.concatenate([blocks.ravel(), rest])
 
 
-def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> int:
-    """Return the CRC-32 of some images of the file, by which other ranks recognise it.
+class Probe(NamedTuple):
+    """Some images of a file: their CRC-32, by which other ranks recognise it, and their range."""
+
+    crc32: int
+    low: float  # smallest and largest stored value
+    high: float
+
+
+def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> Probe:
+    """Read some images of a file.
 
     Raises UsageError if they are not finite, or beyond [0, 1] and --max-value was not given.
     """
@@ -407,8 +482,9 @@ def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> int:
         raise UsageError(f"{where}[{rows[finite.argmin()]}] {NOT_FINITE}")
     low, high = float(images.min()), float(images.max())
     if not has_max_value and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
-        divisor = next((f"{d:g}" for d in (255, UINT16_MAX) if high <= d), f"{high:g}")
+        divisor = next((f"{d:g}" for d in FULL.values() if high <= d), f"{high:g}")
         way = f"--max-value {divisor} divides them by {divisor}, " if low >= 0 else ""
         found = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"
         raise UsageError(f"{found}: {way}--max-value 1 takes them as they are")
-    return zlib.crc32(as_bytes(images))
+    limits = (float(f"{value * (pack.divisor or 1):.6g}") for value in (low, high))
+    return Probe(zlib.crc32(as_bytes(images)), *limits)

@@ -113,6 +113,23 @@ def decode(data: bytes | Image.Image, fit: Fit) -> bytes:
 
 
 @bad_images()
+def decode_values(data: bytes | Image.Image, fit: Fit) -> np.ndarray:
+    """Decode likewise to (H, W, C) uint8, or of a gray image of 16 bits, uint16: all its values.
+
+    Raises BadImage.
+    """
+    image = data.copy() if isinstance(data, Image.Image) else _open(data)
+    shape = fit.height, fit.width, fit.channels
+    if not image.mode.startswith("I"):
+        return np.frombuffer(_decode(image, fit), np.uint8).reshape(shape)
+    image.load()
+    gray = Image.fromarray(check_16_bits(image).astype(np.float32))
+    gray = _resize(gray, (0, 0, *image.size), fit, _orientation(image))
+    values = np.asarray(gray).round().astype(np.uint16)
+    return np.broadcast_to(values[..., None], shape)
+
+
+@bad_images()
 def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
     """Decode a JPEG file of a pack, which is upright, or a crop of it stretched to size, too."""
     image = Image.open(io.BytesIO(data), formats=("JPEG",))
@@ -208,7 +225,7 @@ def _resize(image: Image.Image, box: Box, fit: Fit, orientation: int = 1) -> Ima
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
     mode = "L" if fit.channels == 1 else "RGB"
-    return image if image.mode == mode else image.convert(mode)  # convert() always copies
+    return image if image.mode in (mode, "F") else image.convert(mode)  # convert() always copies
 
 
 def _gray_or_rgb(image: Image.Image) -> Image.Image:
@@ -217,9 +234,7 @@ def _gray_or_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("L", "RGB") and not transparent:
         return image
     if image.mode.startswith("I"):  # value / 257, rounded, so that 65535 becomes 255
-        values = np.asarray(image)
-        if values.size and (values.min() < 0 or values.max() > 65535):
-            raise BadImage("gray values beyond 16 bits: convert them to 8 or 16 bits")
+        values = check_16_bits(image)
         return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
     if image.mode == "F":
         raise BadImage("floating-point pixels: convert them to 8 or 16 bits")
@@ -228,6 +243,14 @@ def _gray_or_rgb(image: Image.Image) -> Image.Image:
         black = Image.new("RGBA", image.size, (0, 0, 0, 255))
         image = Image.alpha_composite(black, image.convert("RGBA"))
     return image.convert("RGB" if colour else "L")
+
+
+def check_16_bits(image: Image.Image) -> np.ndarray:
+    """Return the values (H, W) of a gray image of 16 or 32 bits. Raises BadImage beyond 16."""
+    values = np.asarray(image)
+    if values.size and (values.min() < 0 or values.max() > 65535):
+        raise BadImage("gray values beyond 16 bits: convert them to 8 or 16 bits")
+    return values
 
 
 def _has_colour(image: Image.Image) -> bool:

@@ -298,16 +298,19 @@ def check_splits(
     wanted: Iterable[str],
     source: str,
     way: str = "",
+    advice: str = "",
 ) -> None:
     """Raise UsageError if a `wanted` split has no sample, or a class has none in train.
 
     `rows` are the samples of each split, `labels` (N,) those of all; `way`: how they were drawn.
+    The error ends with `advice`, by default a larger share.
     """
     for name in wanted:
         if not len(rows[name]):
             what = f"--split leaves none of {len(labels):,} images of {source} for {name}{way}"
-            raise UsageError(f"{what}: give it a larger share or more images")
+            raise UsageError(f"{what}: {advice or 'give it a larger share or more images'}")
     trained = np.bincount(labels[rows["train"]], minlength=len(classes))
     for label in np.flatnonzero(trained == 0)[:1].tolist():
         where = f"class {classes[label]} of {source} has no image in train{way}"
-        raise UsageError(f"{where}: give train a larger share, or the class more images")
+        usual = "give train a larger share, or the class more images"
+        raise UsageError(f"{where}: {advice or usual}")

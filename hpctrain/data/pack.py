@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.text import listed, printable
+from hpctrain.data.scale import BYTES, FULL, Scale
+from hpctrain.text import counted, listed, printable
 
 if TYPE_CHECKING:
     import h5py
@@ -44,6 +45,7 @@ ALIASES = {  # common names of splits
 }
 SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
 HASHED = 1 << 20  # checksums that are read at a time
+MOST_CHANNELS = 4  # that are usual
 LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) or (N, H, W)
     "NHWC": (0, 1, 2, 3),
     "NCHW": (0, 2, 3, 1),
@@ -92,7 +94,7 @@ class External(NamedTuple):
     seed: int = 0
     block_rows: int | None = None  # samples drawn together; 0 = one by one, stratified by class;
     # None = a number that suits the file. Chunks are never divided.
-    max_value: float | None = None  # that images are divided by; None = 65,535 for uint16, else 1
+    max_value: float | None = None  # that images are divided by; None = as `Scale` says
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,24 @@ class Pack:
     identity: Stored | None = None  # of a pack: the UUID in the file
     fit: str = ""  # of a pack of JPEG files: stretch or crop
     layout: str = "NHWC"  # of stored images: one of LAYOUTS
-    max_value: float = 0.0  # that values are divided by; 0 = not divided
+    scale: Scale = BYTES
     block_rows: int = 0  # samples that lie together in an external file; 0 = in random order
     external: dict[str, Any] | None = None  # of an external file: the fields of `External`
     staged: bool = False  # whether this is a copy on the host's own disk (``staging.py``)
 
     @property
+    def divisor(self) -> float:
+        """What values are divided by when they are read; 0 for bytes of packs, and for floats that
+        are taken as they are.
+        """
+        is_float = self.scale.dtype not in FULL
+        as_stored = self.scale.is_bytes or (is_float and self.scale.divisor == 1)
+        return 0.0 if as_stored else self.scale.divisor
+
+    @property
     def dtype(self) -> np.dtype:
         """Type of the images that are read: as stored, or float32 if values are divided."""
-        return np.dtype("float32" if self.max_value else self.splits["train"].images.dtype)
+        return np.dtype("float32" if self.divisor else self.splits["train"].images.dtype)
 
     @property
     def image_bytes(self) -> int:
@@ -233,12 +244,21 @@ def images_note(pack: Pack) -> str | None:
     """Return a note for the record on how an external file is understood, or None."""
     if pack.external is None:
         return None
-    images = pack.splits["train"].images
-    shape = "{} rows, {} columns and {} channels".format(*pack.image_shape)
-    return (
-        f"{images.dataset} is read as {images.shape[0]:,} images of {shape}"
-        f" ({pack.layout}), of {len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
+    images, scale = pack.splits["train"].images, pack.scale
+    height, width, channels = pack.image_shape
+    shape = f"{height} rows x {width} columns x {counted(channels, 'channel')} ({pack.layout})"
+    note = (
+        f"{images.dataset} is read as {images.shape[0]:,} images of {shape}, of"
+        f" {len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
     )
+    if channels > min(height, width, MOST_CHANNELS):
+        note += f"; if {channels} is not the number of channels, give another --layout"
+    if scale.dtype in FULL and scale.is_full and scale.high < scale.divisor / 2:
+        note += (
+            f"; the largest of {scale.divisor:,.0f} values found is {scale.high:,.0f}: --max-value"
+            f" {max(1, scale.high):.0f} would make it 1"
+        )
+    return note
 
 
 def is_pack(path: str | os.PathLike[str]) -> bool:

@@ -331,7 +331,7 @@ class Split:
     def _read_images(self, rows: np.ndarray, out: np.ndarray, ahead: bool = False) -> None:
         """Read images (n, H, W, C): rearranged and divided, if they are not stored as such."""
         pack, stored = self.pack, self.info.images
-        is_plain = pack.layout in ("NHWC", "NHW") and not pack.max_value
+        is_plain = pack.layout in ("NHWC", "NHW") and not pack.divisor
         step = max(1, len(rows) if is_plain else READ_BYTES // stored.row_bytes)
         for first in range(0, len(rows), step):
             part, images = rows[first : first + step], out[first : first + step]
@@ -343,8 +343,8 @@ class Split:
                 self._file.gather(stored.offset, part, as_bytes(values), ahead)
             if not is_plain:
                 values = values.transpose(LAYOUTS[pack.layout]).reshape(images.shape)
-                if pack.max_value:  # with 255, bytes become what those of a pack become
-                    values = values.astype(np.float32) * np.float32(1 / pack.max_value)
+                if pack.divisor:  # with 255, values become what bytes of a pack become
+                    values = values.astype(np.float32) * np.float32(1 / pack.divisor)
                 images[...] = values
 
     def _decode(

@@ -23,6 +23,7 @@ import torch
 
 from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.data.pack import External, Pack, is_pack, read_pack
+from hpctrain.data.scale import Scale
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
@@ -172,12 +173,7 @@ def open_split(network: TrainedNetwork, settings: NetworkConfig, comm: Comm) -> 
             what = f"the pack that {network.path} was trained on, {known['pack']},"
             raise UsageError(f"{what} is gone: give --data")
         path = locate(settings.data or known["pack"], settings.cache_dir)
-        if known["external"] is None or is_pack(path):
-            pack = read_pack(path)
-        else:
-            from hpctrain.data.external import read_external  # imports h5py
-
-            pack = read_external(path, External(**known["external"]))
+        pack = read_in_scale(path, known["external"], network.scale)
         require_split(pack, settings.split)
         for what, here, trained in (
             ("images of shape", pack.image_shape, network.image_shape),
@@ -194,6 +190,30 @@ def open_split(network: TrainedNetwork, settings: NetworkConfig, comm: Comm) -> 
     pack = on_root(comm, find_pack)
     with on_all(comm):
         return Split(pack, settings.split)
+
+
+def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> Pack:
+    """Open a pack, or an `external` file, so that its values are scaled as those of a network.
+
+    Raises UsageError if their scale cannot be known.
+    """
+    if external is None or is_pack(path):
+        pack = read_pack(path)
+    else:
+        from hpctrain.data.external import read_external  # imports h5py
+
+        pack = read_external(path, External(**external))
+    stored = pack.scale
+    try:
+        divisor = scale.divisor_for(stored.dtype, stored.low, stored.high)
+    except UsageError as error:
+        raise UsageError(f"{pack.path}: {error}") from None
+    if divisor == stored.divisor:
+        return pack
+    if pack.external is None:
+        bytes_of = f"{pack.path} is a pack, whose bytes are divided by 255"
+        raise UsageError(f"{bytes_of}, and the training was on {scale}: give an HDF5 file")
+    return read_external(path, External(**pack.external)._replace(max_value=divisor))
 
 
 def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:

@@ -4,10 +4,11 @@
 
 The network computes in float32 (or in its own dtype, if that is another), on any number of images
 at a time. Classifiers give scores, of which softmax makes the probabilities of ``predict``. With
---preprocess the input is uint8 images (N, H, W, C) at the size of the training images.
+--preprocess the input is images (N, H, W, C) as the training had them: of their size and type (any
+floats as float32), with the stored values.
 
-Before the file gets its name, it is read back and run on images of random bytes. Its output must be
-that of the network in torch.
+Before the file gets its name, it is read back and run on images of random values. Its output must
+be that of the network in torch.
 """
 
 from __future__ import annotations
@@ -26,33 +27,47 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.config import ExportConfig
+from hpctrain.data.scale import FULL, Scale
 from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.files import whole_file, writing
 from hpctrain.inference.network import find_model
-from hpctrain.inference.trained import TrainedNetwork
+from hpctrain.inference.trained import TrainedNetwork, scaled
 from hpctrain.parallel.device import place
 from hpctrain.tasks import network_output
 from hpctrain.text import say
 
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
-KEPT = ("hpctrain", "model", "task", "image_shape", "classes", "mean", "std", "run", "step")
+OF_NETWORK = ("hpctrain", "model", "task", "image_shape", "classes", "run", "step")
+KEPT = (*OF_NETWORK, "mean", "std", "scale")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
 TOLERANCE = 1e-4  # of the largest output, or of 1 if that is smaller
 
 
 class Preprocess(nn.Module):
-    """Scales uint8 images (N, H, W, C) to a network's input, as ``data.augment.to_input``."""
+    """Scales stored images (N, H, W, C) to a network's input, as ``data.augment.to_input``."""
 
-    def __init__(self, scaling: tuple[list[float], list[float]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, scaling: tuple[list[float], list[float]], divisor: float, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        mean, std = (torch.tensor(each).double().view(-1, 1, 1) for each in scaling)
-        self.scale = nn.Buffer((1 / (255 * std)).to(dtype))
+        mean, std = (torch.tensor(values).double() for values in scaling)
+        self.scale = nn.Buffer((1 / (divisor * std)).to(dtype))
         self.offset = nn.Buffer((-mean / std).to(dtype))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the input (N, C, H, W)."""
-        return images.permute(0, 3, 1, 2).to(self.scale.dtype) * self.scale + self.offset
+        scaled = images.to(self.scale.dtype) * self.scale + self.offset
+        return scaled.permute(0, 3, 1, 2)
+
+
+def draw_images(scale: Scale, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return random images (N, H, W, C) as they are stored, in the range of the training."""
+    if scale.dtype not in FULL:
+        spread = torch.rand(shape, generator=generator) * (scale.high - scale.low)
+        return spread + scale.low
+    values = torch.randint(int(scale.high) + 1, shape, generator=generator)
+    return values.to(getattr(torch, scale.dtype))
 
 
 @torch.no_grad()
@@ -64,15 +79,17 @@ def main(settings: ExportConfig) -> int:
     network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code)
     model, known = place(network.model, network.device, channels_last=False), network.metadata
     shape, generator = (fixed or COMPARED, *network.image_shape), torch.Generator().manual_seed(0)
-    images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    inputs = network.inference.prepare(images, 0).contiguous()
+    images = draw_images(network.scale, shape, generator)
+    values = images.numpy() if network.scale.is_bytes else scaled(images.numpy(), network.scale)
+    inputs = network.inference.prepare(torch.from_numpy(values), 0).contiguous()
     logging.disable(logging.WARNING)  # of torch's exporter
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
             expected = network_output(model, inputs, "fp32")
             if settings.preprocess:
                 scaling = known["mean"] or [0.0], known["std"] or [1.0]
-                model = nn.Sequential(Preprocess(scaling, inputs.dtype), model)
+                preprocess = Preprocess(scaling, network.scale.divisor, inputs.dtype)
+                model = nn.Sequential(preprocess, model)
                 inputs = images
             name = "scores" if network.inference.task.classes else "restored"
             facts = {each: known[each] for each in KEPT}
@@ -95,7 +112,7 @@ def main(settings: ExportConfig) -> int:
         for each in (inputs, expected)
     ]
     say(f"{output}: {size / 1e6:,.1f} MB, {INPUT} {shapes[0]} -> {name} {shapes[1]}")
-    say(f"  differs from torch by at most {found:.2g} on {len(images)} images of random bytes")
+    say(f"  differs from torch by at most {found:.2g} on {len(images)} images of random values")
     return 0
 
 

@@ -51,6 +51,7 @@ def describe(run: Run) -> dict[str, Any]:
         **{name: getattr(run.config, name) for name in SETTINGS},
         **{name: getattr(run.plan, name) for name in PLANNED},
         **{name: getattr(run.pack, name) for name in OF_PACK},
+        "scale": run.pack.scale._asdict(),
         "mean": mean,
         "std": std,
         "pack": str(Path(run.pack.path).resolve()),

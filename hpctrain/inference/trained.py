@@ -17,18 +17,19 @@ from torch import Tensor, nn
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
 from hpctrain.config.functions import one_line
-from hpctrain.data.images import BadImage, Fit, decode, decode_threads
+from hpctrain.data.images import BadImage, Fit, decode, decode_threads, decode_values
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
+from hpctrain.data.scale import FLOATS, FULL, Scale
 from hpctrain.data.split import Bad
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, place, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks import make_task
-from hpctrain.text import MOST_NAMED, listed, say
+from hpctrain.text import MOST_NAMED, brief, listed, say
 
 
 def load(
@@ -70,6 +71,7 @@ class TrainedNetwork:
                 model = build(known["model"], shape, len(classes), known["small_stem"])
             needed = "loss", "metric", "precision", "evaluation_rows", "external"
             _ = [known[name] for name in needed]
+            scale = Scale(**known["scale"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{path} holds weights but not the network they belong to ({one_line(error)}): it"
@@ -80,6 +82,7 @@ class TrainedNetwork:
         self.model: nn.Module = place(model.eval(), device, last)  # plain torch
         self.classes: tuple[str, ...] = classes
         self.image_shape: tuple[int, int, int] = shape  # (H, W, C)
+        self.scale: Scale = scale  # of the training's images
         #: All that the file holds: names of the network and the pack, step, figures and so on.
         self.metadata: dict[str, Any] = known
         like = next(model.parameters())
@@ -111,8 +114,10 @@ class TrainedNetwork:
 
         They are resized as for the pack of the training, and scaled as in the training. `images`
         are files or folders, or an array (N, H, W, C) of uint8, (N, H, W) of gray images, one image
-        (H, W, C) or (H, W), an image of Pillow, or a list of images of any sizes. Floats in [0, 1]
-        must have the network's size. Raises UsageError, and RunError for files that are no images.
+        (H, W, C) or (H, W), an image of Pillow, or a list of images of any sizes. Arrays of other
+        types must have the network's size: stored values of the training, or floats in [0, 1].
+        Raises UsageError if their scale is another or cannot be known, and RunError for files that
+        cannot be used.
         """
         opened, bad = open_images(self, images), Bad()
         pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
@@ -189,11 +194,17 @@ class Images:
         """Take paths, or arrays of `as_array` and images of Pillow. Raises UsageError."""
         height, width, channels = self.image_shape = network.image_shape
         crop = network.metadata["provenance"].get("fit") == "crop"
-        self._given, self._fit = images, Fit(width, height, channels, crop)
+        self._given, self._fit, self._scale = (
+            images,
+            Fit(width, height, channels, crop),
+            network.scale,
+        )
         types = {getattr(image, "dtype", np.dtype(np.uint8)) for image in images}
         if len(types) > 1:
             raise UsageError(f"images of several types: {listed(sorted(map(str, types)))}")
         self.dtype: np.dtype = types.pop() if types else np.dtype(np.uint8)
+        if self.dtype == np.uint8 and not network.scale.is_bytes:
+            self.dtype = np.dtype(np.float32)
         self.are_files = any(isinstance(image, Path) for image in images)
         self.names = [str(x) if self.are_files else f"image {n}" for n, x in enumerate(images)]
 
@@ -211,20 +222,50 @@ class Images:
         """Read rows (n,) in several threads into `out` (n, H, W, C); describe unusable ones."""
 
         def read(image: np.ndarray, row: int) -> None:
-            given: Any = self._given[row]
             try:
-                if isinstance(given, Path):
-                    given = read_file(os.fspath(given))
-                elif isinstance(given, np.ndarray) and given.shape != image.shape:
-                    given = Image.fromarray(given[..., 0] if given.shape[2] == 1 else given)
-                if not isinstance(given, np.ndarray):
-                    given = np.frombuffer(decode(given, self._fit), np.uint8).reshape(image.shape)
-                image[:] = given
+                values = self._read(self._given[row])
             except (BadImage, OSError) as error:
                 bad[row] = f"{self.names[row]} cannot be read as an image: {error}"
+            except UsageError as error:
+                bad[row] = f"{self.names[row]}: {error}"
+            else:
+                image[:] = values
+                if values.dtype.kind == "f" and not np.isfinite(values).all():
+                    bad[row] = f"{self.names[row]} holds NaN or infinite values"
 
         with decode_threads() as threads:
             list(threads.map(read, out, indices.tolist()))
+
+    def _read(self, given: Any) -> np.ndarray:
+        """Return an image (H, W, C): bytes for a network of bytes, else in the network's scale.
+
+        Raises BadImage, OSError, and UsageError if its scale cannot be known.
+        """
+        if isinstance(given, Path):
+            given = read_file(os.fspath(given))
+        elif isinstance(given, np.ndarray) and given.dtype != np.uint8:
+            return given
+        elif isinstance(given, np.ndarray) and given.shape != self.image_shape:
+            given = Image.fromarray(given[..., 0] if given.shape[2] == 1 else given)
+        if self._scale.is_bytes:
+            if not isinstance(given, np.ndarray):
+                given = np.frombuffer(decode(given, self._fit), np.uint8)
+            return given.reshape(self.image_shape)
+        values = given if isinstance(given, np.ndarray) else decode_values(given, self._fit)
+        return scaled(values, self._scale)
+
+
+def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
+    """Return stored values, or floats, in the scale of a network: what its training made of them.
+
+    Raises UsageError if they have another scale, or one that cannot be known.
+    """
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    divisor = scale.divisor_for(values.dtype.name, low, high)
+    if divisor == 1 and values.dtype.name in FLOATS:
+        return values
+    return values.astype(np.float32) * np.float32(1 / divisor)
 
 
 def open_images(network: TrainedNetwork, given: Any) -> Images:
@@ -232,35 +273,62 @@ def open_images(network: TrainedNetwork, given: Any) -> Images:
     if isinstance(given, str | os.PathLike | Image.Image):
         given = [given]
     elif hasattr(given, "__array__"):  # also of torch and pandas
-        array = np.asarray(given)
-        is_batch = array.ndim > 3 or array.dtype.kind in "OU"  # names of files
-        if array.ndim == 3 and array.shape[2] not in (1, 3, 4):  # gray images, unless (C, H, W)
-            is_batch = not array.shape[0] == network.image_shape[2] == 3
-        given = array if is_batch else [array]
-    given = list(given)
-    files = [isinstance(each, str | os.PathLike) for each in given]
+        array = to_numpy(given)
+        given = array if is_batch(array, network.image_shape) else [array]
+    try:
+        images = list(given)
+    except TypeError:
+        raise UsageError(f"{brief(given)} is no image, and no list of images") from None
+    files = [isinstance(each, str | os.PathLike) for each in images]
     if any(files):
         if not all(files):
             raise UsageError("files among arrays: give files only, or arrays only")
-        return Images(network, list_images(given))
-    arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in given]
+        return Images(network, list_images(images))
+    arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in images]
     return Images(network, arrays)
 
 
+def is_batch(array: np.ndarray, image_shape: tuple[int, int, int]) -> bool:
+    """Whether an array holds several images, or names of files."""
+    if array.ndim > 3 or array.dtype.kind in "OU":
+        return True
+    if array.ndim < 3 or array.shape == image_shape:
+        return False
+    height, width, channels = image_shape
+    if channels == 1 and array.shape[1:] == (height, width):
+        return True
+    # Gray images, unless (C, H, W)
+    return array.shape[2] not in (1, 3, 4) and not array.shape[0] == channels == 3
+
+
+def to_numpy(given: Any) -> np.ndarray:
+    """Return an array of NumPy. Raises UsageError."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise UsageError("a masked array: fill the masked values, as in images.filled(0)")
+    try:
+        return np.asarray(given)
+    except Exception as error:  # of many types: of torch, for tensors that are not on the CPU
+        raise UsageError(f"images that are no array of NumPy: {first_line(error)}") from None
+
+
 def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
-    """Return (H, W, C): uint8 of any size, or floats of the network's. Raises UsageError."""
-    array = np.asarray(given)
+    """Return (H, W, C): uint8 of any size, or floats of the network's size and scale.
+
+    Raises UsageError.
+    """
+    array, scale = to_numpy(given), network.scale
     array = array[..., None] if array.ndim == 2 else array
-    if array.dtype.kind == "f" and array.shape == network.image_shape:
-        low, high = array.min(), array.max()
-        if (low < 0 or high > 1) and not network.metadata["external"]:
-            raise UsageError(f"values from {low:g} to {high:g}: give uint8, or floats in [0, 1]")
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
-    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] in (1, 3) and array.size:
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    kind = array.dtype.name
+    if kind == "uint8" and array.ndim == 3 and array.shape[2] in (1, 3) and array.size:
         return array
+    types = FLOATS if scale.is_bytes else (*FULL, *FLOATS)
+    if kind in types and array.shape == network.image_shape:
+        return scaled(array, scale)
+    values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
     raise UsageError(
-        f"an image of {array.dtype} {array.shape}: give uint8 (H, W, C) of any size, C = 1 (gray)"
-        f" or 3, or floats of the network's size, {network.image_shape}"
+        f"an image of {kind} {array.shape}: give uint8 (H, W, C) of any size, C = 1 (gray) or 3,"
+        f" or {values} of the network's size, {network.image_shape}"
     )
 
 

@@ -45,6 +45,7 @@ class InitialWeights:
     adapted: dict[str, int]  # first convolutions, and the channels of the file's
     left_out: tuple[str, ...]  # tensors of the file
     scaling: Scaling | None  # of its images; None: the file does not say
+    stored: dict[str, Any] | None  # scale of its training's images; None: the file does not say
 
     def __str__(self) -> str:
         """Return one line: what was loaded, replaced, and left out."""
@@ -101,6 +102,7 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
         adapted=adapted,
         left_out=tuple(left_out),
         scaling=(scaling or ()) if "mean" in metadata else None,
+        stored=metadata.get("scale"),
     )
 
 

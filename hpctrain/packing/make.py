@@ -172,6 +172,7 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
                 try:
                     return write_images(config, source, fit, run, jobs, output)
                 except BadFiles as found:
+                    files = np.bincount(source.labels)
                     drop_unreadable(source, found.args[0])
                 if not source.names:
                     raise no_image_error(source)
@@ -180,6 +181,18 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
                         f"{len(source.bad):,} of {total:,} files cannot be read: remove those"
                         " listed above, or leave them out with --skip-bad"
                     )
+                check_classes(source, files)
+
+
+def check_classes(source: Source, files: np.ndarray) -> None:
+    """Raise UsageError if a class that had `files`, (K,) by class, has none that can be read."""
+    left = np.bincount(source.labels, minlength=len(files))
+    for label in np.flatnonzero((files > 0) & (left == 0))[:1].tolist():
+        count = counted(int(files[label]), "file")
+        raise UsageError(
+            f"class {source.classes[label]} of {source.name} has no image: none of its {count} can"
+            " be read; remove the class, or fetch its files again"
+        )
 
 
 def drop_unreadable(source: Source, reasons: Mapping[int, str]) -> None:

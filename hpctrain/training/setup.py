@@ -21,6 +21,7 @@ from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import External, Pack, SplitInfo, images_note, read_pack
 from hpctrain.data.partition import assign_shards, random_key
+from hpctrain.data.scale import Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model, require_split
@@ -145,7 +146,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
         augmented = partial(augment_by, function, augmented)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
-    texts = transport.note, init, why, frozen, kept, images_note(pack)
+    texts = transport.note, init, scale_note(init, pack), why, frozen, kept, images_note(pack)
     crowded = core_notes(host, threads, "--threads" if config.threads else "OMP_NUM_THREADS")
     return Run(
         config=config,
@@ -207,6 +208,10 @@ def check_data(config: Config, pack: Pack) -> None:
         raise UsageError(f"--shift {config.shift}: images of {width}x{height} allow 0 to {most}")
     if config.random_crop and not pack.fit:
         raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
+    low, high = (value / pack.scale.divisor for value in (pack.scale.low, pack.scale.high))
+    if config.task == "denoise" and not 0 <= low <= high <= 1:
+        text = f"restores images in [0, 1], and {pack.path} holds {pack.scale}"
+        raise UsageError(f"--task denoise {text}: give another --max-value")
     require_validation("--final best", config.final == "best", pack)
     require_validation("--patience", config.patience, pack)
     every = config.validate_every not in (Config.validate_every, Every("0"))
@@ -256,6 +261,16 @@ def make_model(
     if config.init and first_weights:
         init = load_init(model, find_model(config.init, config.runs_dir), classes, shape[2])
     return model.train(), init
+
+
+def scale_note(init: InitialWeights | None, pack: Pack) -> str:
+    """Return a note if the network of --init was trained on images of another scale, or ""."""
+    if init is None or init.stored is None:
+        return ""
+    trained = Scale(**init.stored)
+    if trained.is_like(pack.scale):
+        return ""
+    return f"--init {init.path}: its training was on {trained}; this one is on {pack.scale}"
 
 
 def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:

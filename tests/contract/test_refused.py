@@ -340,11 +340,11 @@ EXTERNAL = """
 --images x/y | x/y
 --images '{split}/x' | {split}/x
 --labels short | short 41 61
---labels names | names
+--labels names | names 60
 --labels halves | halves
 --labels linked | linked
 --layout NHW | NHW
---images flat | flat NHWC
+--images flat | flat reshape
 --images turned | turned NCHW --layout
 --images unwritten | unwritten
 --images half | half 60
@@ -418,7 +418,7 @@ def make_arrays(path):
     labels = rng.integers(0, 3, 61)
     wrong = {
         "short": labels[:41],
-        "names": np.array([b"cat"] * 61),
+        "names": np.array([b"cat"] * 60 + [b""]),
         "halves": labels / 2,
         "flat": images.reshape(61, -1),
         "turned": images.transpose(0, 3, 1, 2),

@@ -124,7 +124,7 @@ def test_values_are_divided_by_the_largest_value(tmp_path, stored, max_value, fa
         values = hp.read_samples(split, range(50)).numpy()
         expected = hp.read_samples(of_bytes, range(50)).numpy() * factor
     tolerance = 2e-3 if stored.dtype == "f2" else 1e-6
-    assert split.dtype.kind == "f" and np.allclose(values, expected, rtol=tolerance)
+    assert np.allclose(values, expected, rtol=tolerance)
     if max_value == 255:
         assert np.array_equal(values, expected)  # with the same bits as bytes
 
@@ -139,6 +139,8 @@ LABEL_FORMS = {
     "one-hot integers": np.eye(CLASSES)[LABELS].astype("i4"),
     "floats": LABELS.astype("f8"),
     "big endian floats": LABELS.astype(">f4"),
+    "one-hot truth": np.eye(CLASSES, dtype=bool)[LABELS],
+    "digits": LABELS.astype("S2"),
     "of PatchCamelyon": LABELS.reshape(-1, 1, 1, 1).astype("u1"),
     "of MATLAB": LABELS.reshape(1, -1).astype("f8"),
 }
@@ -151,6 +153,21 @@ def test_labels_of_any_form_are_the_same(tmp_path, form):
     assert (found.classes, found.uuid) == (plain.classes, plain.uuid)
     for one, other in zip(contents(found), contents(plain), strict=True):
         assert np.array_equal(one, other) and one.dtype == other.dtype
+
+
+def test_truth_values_are_0_and_1(tmp_path):
+    pack = read(write(tmp_path / "a.h5", IMAGES, LABELS > 1), "x", "y", split="1", block_rows=0)
+    assert pack.classes == ("0", "1")
+    assert as_set(*everything(pack)) == as_set(IMAGES, LABELS > 1)
+
+
+@pytest.mark.parametrize("kind", ["S9", h5py.string_dtype(), h5py.string_dtype("utf-8", 9)])
+def test_strings_are_names_of_classes_in_sorted_order(tmp_path, kind):
+    names = np.array(["zoé".encode(), b"10", b"9", b"ant"])  # not all are numbers
+    path = write(tmp_path / "a.h5", IMAGES, names[LABELS].astype(kind).reshape(-1, 1))
+    pack = read(path, "x", "y", split="1", block_rows=0)
+    assert pack.classes == ("10", "9", "ant", "zoé")
+    assert as_set(*everything(pack)) == as_set(IMAGES, np.array([3, 0, 1, 2])[LABELS])
 
 
 @given(st.lists(st.integers(-(2**40), 2**40), min_size=CLASSES, max_size=CLASSES, unique=True))
@@ -323,8 +340,16 @@ BAD = {  # a data set, its values or what makes it, and what is named beside the
     "half the labels": ("y", half_written, "/y"),
     "unknown filter": ("x", created(U8, **UNKNOWN), "32767"),
     "bfloat16": ("x", created(bfloat16(), set_alloc_time=EARLY), "/x"),
-    "int8": ("x", (IMAGES // 2).astype("i1"), "int8"),
-    "text": ("x", np.array([b"abc"] * ROWS), "/x"),
+    "int8": ("x", (IMAGES // 2).astype("i1"), "[:].astype('float32')"),
+    "int32": ("x", IMAGES.astype("i4"), "[:].astype('float64')"),
+    "big endian": ("x", IMAGES.astype(">u2"), "[:].astype('uint16')"),
+    "big endian floats": ("x", IMAGES.astype(">f8"), "[:].astype('float64')"),
+    "truth": ("x", IMAGES > 99, "[:].astype('uint8')"),
+    "complex": ("x", IMAGES * 1j, "hp.write_pack"),
+    "fields": ("x", np.zeros((ROWS, 7, 5), [("r", "u1"), ("g", "u1")]), "hp.write_pack"),
+    "text": ("x", np.array([b"abc"] * ROWS), "hp.write_pack"),
+    "flat": ("x", IMAGES.reshape(ROWS, -1), "[:].reshape(N, H, W)"),
+    "other layout": ("x", NCHW, "NHWC, NCHW or (of MATLAB) NCWH"),
     "five dimensions": ("x", IMAGES[None], "(1, 211, 7, 5, 3)"),
     "a number": ("x", np.uint8(3), "/x"),
     "no images": ("x", IMAGES[:0], "(0, 7, 5, 3)"),
@@ -332,7 +357,9 @@ BAD = {  # a data set, its values or what makes it, and what is named beside the
     "half hot": ("y", changed(np.eye(CLASSES)[LABELS], 5, 0.5), "row 5"),
     "NaN label": ("y", changed(LABELS.astype("f4"), 5, np.nan), "row 5"),
     "large label": ("y", changed(LABELS.astype("f8"), 5, 2.0**60), "row 5"),
-    "labels of truth": ("y", LABELS > 0, "/y"),
+    "complex labels": ("y", LABELS * 1j, "complex128"),
+    "a label without a name": ("y", changed(np.array(["a"] * ROWS, "S"), 5, b""), "row 5"),
+    "two hot": ("y", changed(np.eye(CLASSES, dtype=bool)[LABELS], 5, True), "row 5"),
     "labels beyond int64": ("y", LABELS.astype("u8") + np.uint64(2**63), "/y"),
     "NaN image": ("x", changed(FLOATS, -1, np.nan), "/x[210]"),
     "floats of 16 bits": ("x", FLOATS * 200, "--max-value 65535"),
@@ -380,6 +407,41 @@ def test_more_channels_than_usual_need_a_layout(tmp_path):
     """(N, C, H, W) of gray or RGB images looks like many channels; nothing is guessed."""
     path = write(tmp_path / "a.h5", NCHW, LABELS)
     assert "(211, 3, 7, 5)" in refusal(path) and "--layout" in refusal(path)
-    assert read(path, layout="NHWC").image_shape == (3, 7, 5)
+    swapped = read(path, layout="NHWC")
+    assert swapped.image_shape == (3, 7, 5)
+    assert "5 channels (NHWC)" in images_note(swapped)
+    assert images_note(swapped).endswith(
+        "if 5 is not the number of channels, give another --layout"
+    )
     note = images_note(read(path, layout="NCHW"))
-    assert "211 images of 7 rows, 5 columns and 3 channels (NCHW)" in note
+    assert "211 images of 7 rows x 5 columns x 3 channels (NCHW)" in note and "another" not in note
+
+
+def test_a_note_says_what_would_make_the_largest_value_1(tmp_path):
+    """Masks of 0 and 1, and 12 bits in 16, are dark; images that fill their type are not."""
+    for images, high in ((IMAGES, None), (IMAGES > 99, 1), (IMAGES.astype("u2") * 16, 3504)):
+        stored = images.astype("u1") if images.dtype == bool else images
+        note = images_note(read(write(tmp_path / "a.h5", stored, LABELS), "x", "y"))
+        assert ("--max-value" in note) == (high is not None)
+        assert high is None or f"--max-value {stored.max()}" in note
+
+
+@pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])
+@pytest.mark.parametrize("max_value", [None, 1.0, 2.0, 255.0, 65535.0])
+@pytest.mark.parametrize("dtype", ["u1", "u2", "f2", "f4", "f8"])
+def test_one_divisor_for_each_type(tmp_path, dtype, max_value, chunks):
+    """As the table of docs/data.md says; the result has no other scale than its network's file."""
+    images = (IMAGES > 99).astype(dtype)
+    pack = read(write(tmp_path / "a.h5", images, LABELS, chunks=chunks), max_value=max_value)
+    divisor = max_value or {"u1": 255.0, "u2": 65535.0}.get(dtype, 1.0)
+    assert pack.scale == (str(images.dtype), divisor, 0, 1)
+    with hp.Split(pack, "train") as split:
+        assert hp.read_samples(split, range(50)).max().item() == pytest.approx(1 / divisor)
+
+
+def test_chunks_that_cannot_be_divided_are_named(tmp_path):
+    """Not "a larger share", which would not help."""
+    path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=IMAGES.shape)
+    assert "h5repack -l /x:CHUNK=1x7x5x3" in refusal(path) and "share" not in refusal(path)
+    write(path, IMAGES, LABELS, chunks=(100, 7, 5, 3))  # of 1 or 2 classes each
+    assert "its chunks of 100 images are read whole" in refusal(path)

@@ -246,7 +246,7 @@ def test_images_that_cannot_be_read(comm, trained, photos):
     assert state_of_process() == before
     broken = np.zeros((3, 28, 28, 1), np.float32)
     broken[1] = np.nan
-    with pytest.raises(hp.RunError, match="image 1: the network's answer is not finite"):
+    with pytest.raises(hp.RunError, match="image 1 holds NaN or infinite values"):
         network.predict(broken)
     assert network.predict(broken, skip_bad=True)["row"].tolist() == [0, 2]
     assert len(network.predict([])["prediction"]) == 0
