@@ -152,7 +152,7 @@ class TrainedNetwork:
             files if opened.are_files else {"row": rows},
             self.classes,
             np.concatenate([none, *(probabilities for _, probabilities in found)]),
-            {opened.names[row]: why for row, why in bad.items()},
+            {opened.names[row]: bad[row] for row in sorted(bad)},
         )
 
 
