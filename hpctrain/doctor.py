@@ -232,7 +232,8 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     elif caught:  # by torch, or that the GPU cannot be used
         found["gpu_problem"] = first_line(caught[-1].message)
     found |= {"built_for": device.built_for(), "key": device.hardware_key(place)}
-    return found | {"nccl": device.nccl_version(), "memory": device.memory_of(place)[1]}
+    own = device.find_rank_device(place)
+    return found | {"place": own, "memory": device.memory_of(place)[1]}
 
 
 def _judge_torch(ranks: Ranks) -> Iterable[Finding]:
@@ -259,21 +260,22 @@ def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
     yield Finding("GPUs", "; ".join(kinds) or "none: training runs on the CPU")
     if not seen:
         return
-    from hpctrain.parallel.device import RankDevice, choose_transport
+    from hpctrain.parallel.device import choose_transport
 
-    devices = [RankDevice(r.host, r.gpus[r.gpu][1] if r.gpus else "", r.nccl) for r in ranks]
+    devices = [rank.place for rank in ranks]
     numbers = listed(f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus)
     try:
-        way, reason, shared = choose_transport(devices)
+        way, reason, note = choose_transport(devices)
     except UsageError as error:
         yield Finding("GPU of rank", f"rank -> GPU: {numbers}", "fail", str(error))
         return
     start = f"{'srun' if ranks[0].launcher == 'srun' else 'mpirun'} -n {len(seen)}"
-    idle = len(seen) - len({place[:2] for place in devices})
+    used = len({(place.host, place.gpu) for place in devices})
+    idle = len(seen) - used
     yield _judge(
         "GPU of rank",
         f"rank -> GPU: {numbers}",
-        (shared, "note", f"{shared}: {start} gives each its own"),
+        (used < len(ranks), "note", f"{note}: {start} gives each its own"),
         (idle, "note", f"{idle} of {len(seen)} GPUs idle: {start} would use all"),
     )
     yield Finding("messages", f"--reduce auto is {way}: {reason}; {ranks[0].memory}")

@@ -19,6 +19,7 @@ import functools
 import os
 import platform
 import re
+import socket
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -72,14 +73,42 @@ class RankDevice(NamedTuple):
 
     host: str
     gpu: str = ""  # its UUID; empty: computes on the CPU
-    nccl: str = ""  # torch's, such as "NCCL 2.29.7"; empty = none
+    nccl: str = ""  # torch's, such as "NCCL 2.29.7"; empty = none that can be called
+    bus: str = ""  # its PCI address, which slices of one GPU (MIG) share
+
+
+def find_rank_device(device: torch.device) -> RankDevice:
+    """Return what `choose_transport` needs to know of this rank, which computes on `device`.
+
+    NCCL compares PCI addresses (ncclCommInitRank), RCCL tells partitions of a GPU apart.
+    """
+    host = socket.gethostname()
+    if device.type == "cpu":
+        return RankDevice(host)
+    gpu = torch.cuda.get_device_properties(device)
+    uuid = str(gpu.uuid)
+    bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+    return RankDevice(host, uuid, nccl_version(), uuid if torch.version.hip else bus)
+
+
+def load_nccl(path: str = "") -> ctypes.CDLL:
+    """Return the NCCL or RCCL at `path`, or that which torch has loaded. Raises OSError."""
+    if path:
+        return ctypes.CDLL(path)
+    name = "libtorch_hip.so" if torch.version.hip else "libtorch_cuda.so"  # or what it depends on
+    return ctypes.CDLL(name, os.RTLD_NOLOAD)
 
 
 def nccl_version() -> str:
-    """Return name and version of torch's NCCL, such as "NCCL 2.29.7"; empty if it has none."""
+    """Return name and version of torch's NCCL, such as "NCCL 2.29.7".
+
+    It is empty if torch was built without NCCL, or with one whose functions nobody else can call.
+    """
     try:
         found = ".".join(map(str, torch.cuda.nccl.version()[:3]))
-    except (AttributeError, RuntimeError):
+        if not hasattr(load_nccl(), "ncclAllReduce"):
+            return ""
+    except (AttributeError, OSError, RuntimeError):
         return ""
     return f"{'RCCL' if torch.version.hip else 'NCCL'} {found}"
 
@@ -87,7 +116,7 @@ def nccl_version() -> str:
 def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> tuple[str, str, str]:
     """Choose the transport for all ranks from their devices: NCCL where every rank can use it.
 
-    Returns its name, the reason, and a note if ranks share GPUs. Raises UsageError if the `wanted`
+    Returns its name, the reason, and a note, if ranks share GPUs or NCCL cannot be used. Raises UsageError if the `wanted`
     one is not possible, and if only some ranks have a GPU: these round differently, so weights that
     each rank updates would drift apart.
     """
@@ -104,11 +133,15 @@ def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> tuple
     against = note = ""
     for host in reversed(dict.fromkeys(place.host for place in ranks)):
         gpus = [place.gpu for place in ranks if place.host == host]
+        buses = {place.bus for place in ranks if place.host == host}
         if len(set(gpus)) < len(gpus):
             against = note = f"{len(gpus)} ranks share {counted(len(set(gpus)), 'GPU')} of {host}"
+        elif len(buses) < len(gpus):
+            slices = f"{len(gpus)} ranks have slices of {counted(len(buses), 'GPU')} of {host} (MIG)"
+            against = f"{slices}, which NCCL refuses"
     for rank, place in enumerate(ranks):
         if not place.nccl:
-            against = f"torch on rank {rank} ({place.host}) was built without NCCL"
+            against = f"torch on rank {rank} ({place.host}) has no NCCL, or hides its functions"
         elif place.nccl != ranks[0].nccl:
             against = f"{ranks[0].nccl} on rank 0, {place.nccl} on rank {rank} ({place.host})"
     if wanted == "nccl" and against:
@@ -118,7 +151,7 @@ def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> tuple
     if len(ranks) == 1:
         return "none", "one rank", note
     if against:
-        return "host", against, note
+        return "host", against, note or f"{against}: sums pass through host memory"
     return "nccl", "every rank has a GPU of its own", note
 
 

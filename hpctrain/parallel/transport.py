@@ -8,8 +8,6 @@ these calls.
 from __future__ import annotations
 
 import ctypes
-import os
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +16,9 @@ import torch
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.device import (
-    RankDevice,
     choose_transport,
-    nccl_version,
+    find_rank_device,
+    load_nccl,
     zeros_for_messages,
 )
 from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, is_gpu_aware, library, on_all
@@ -239,8 +237,7 @@ class Nccl(Transport):
     def __init__(self, comm: Comm, path: str = "") -> None:
         """Collective, on the current GPU of this thread. `path`: of another library."""
         super().__init__(comm)
-        own = "libtorch_hip.so" if torch.version.hip else "libtorch_cuda.so"
-        self._library = ctypes.CDLL(path or own, ctypes.DEFAULT_MODE if path else os.RTLD_NOLOAD)
+        self._library = load_nccl(path)
         for name in ("ncclGetErrorString", "ncclGetLastError"):
             getattr(self._library, name).restype = ctypes.c_char_p
         self._comm, number = ctypes.c_void_p(), UniqueId()
@@ -301,11 +298,7 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> Transport:
     Raises UsageError on all ranks as `choose_transport` does, and if MPI takes no memory of GPUs
     with "mpi-gpu".
     """
-    own = RankDevice(socket.gethostname())
-    if device.type == "cuda":
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        own = own._replace(gpu=uuid, nccl=nccl_version())
-    ranks = allgather(comm, own)
+    ranks = allgather(comm, find_rank_device(device))
     with on_all(comm):
         name, reason, note = choose_transport(ranks, wanted)
     kinds = (Transport, HostMemory, DeviceMemory, Pinned, Nccl)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
 from tests.gpu.emulator import REPORT
-from tests.support.launch import ROOT, run, run_mpi
+from tests.support.launch import ROOT, mpirun, run, run_mpi
 from tests.support.packs import make_pack
 
 pytestmark = pytest.mark.emulated_gpu
@@ -88,3 +89,13 @@ for _ in range(2):
     torch.randn(3, device="cuda:1")
 assert np.array_equal(*drawn) and not np.array_equal(drawn[0], there.probabilities)
 """
+
+
+def test_nccl_is_not_used_between_slices_of_one_gpu():
+    words = [sys.executable, "-m", "hpctrain", "doctor"]
+    ranks = [["-n", "1", "env", f"CUDA_VISIBLE_DEVICES=MIG-0{n}", *words] for n in (1, 2)]
+    done = run([mpirun(), *ranks[0], ":", *ranks[1]], 100, TWO | {"HPCTRAIN_EMULATED_MIG": "yes"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 x Emulated GPU MIG 1g.16gb" in done.stdout
+    slices = "2 ranks have slices of 1 GPU of .* [(]MIG[)], which NCCL refuses"
+    assert re.search(f"messages +--reduce auto is host: {slices}", done.stdout)

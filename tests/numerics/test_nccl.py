@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.support.api import open_transport
-from tests.support.nccl import build, stand_in
+from tests.support.api import open_transport, transport
+from tests.support.nccl import SOURCE, build, stand_in
 
 pytestmark = pytest.mark.ranks(1)
 CUDA = """
@@ -163,5 +163,25 @@ def test_the_library_is_the_one_that_torch_loaded(comm, tmp_path, torch_name, nc
         vector = torch.ones(3)
         way.allreduce(vector)
         assert vector.tolist() == [1, 1, 1]
+
+    assert forked(work) == [""]
+
+
+@pytest.mark.parametrize("flags", [[], ["-Wl,--exclude-libs,ALL"]])
+def test_an_nccl_whose_functions_torch_hides_counts_for_none(comm, tmp_path, flags):
+    """As where torch was built with NCCL's static library."""
+    subprocess.run(["gcc", "-fPIC", "-c", SOURCE, "-o", tmp_path / "nccl.o"], check=True)
+    archive = tmp_path / "libnccl_static.a"
+    subprocess.run(["ar", "rcs", archive, tmp_path / "nccl.o"], check=True)
+    link = ["-Wl,--whole-archive", str(archive), "-Wl,--no-whole-archive", "-ldl", "-lrt", *flags]
+    compile_library(tmp_path / "libtorch_cuda.so", "", *link)
+
+    def work(open_nccl):
+        torch.cuda.nccl.version = lambda: (2, 29, 7)
+        gpu = SimpleNamespace(uuid="a", pci_domain_id=0, pci_bus_id=3, pci_device_id=1)
+        torch.cuda.get_device_properties = lambda device: gpu
+        ctypes.CDLL(str(tmp_path / "libtorch_cuda.so"))
+        own = transport.find_rank_device(torch.device("cuda", 0))
+        assert own[1:] == ("a", "" if flags else "NCCL 2.29.7", "0000:03:01")
 
     assert forked(work) == [""]

@@ -47,8 +47,8 @@ JOBS = {  # hosts with the GPUs that each of their ranks sees; their numbers, tr
 }
 
 
-def gpu(host="n1", uuid="a", version="NCCL 2.29.7"):
-    return RankDevice(host, uuid, version)
+def gpu(host="n1", uuid="a", version="NCCL 2.29.7", bus=None):
+    return RankDevice(host, uuid, version, bus or uuid)
 
 
 def of_job(hosts, patch):
@@ -73,19 +73,25 @@ def test_who_uses_which_gpu(name, monkeypatch):
     assert (found, chosen, said) == (numbers, transport, note)
 
 
+SLICES = [gpu(uuid="a", bus="1"), gpu(uuid="b", bus="1")]
+
+
 @pytest.mark.parametrize(
     ("devices", "name", "why"),
     [
         ([CPU, CPU], "mpi", "CPUs"),
         ([gpu(version="")], "none", "one rank"),
         ([gpu(uuid="a"), gpu("n2", "b"), gpu("n2", "b")], "host", "2 ranks share 1 GPU of n2"),
-        ([gpu(), gpu(uuid="b", version="")], "host", "torch on rank 1 .* without NCCL"),
+        ([gpu(), gpu(uuid="b", version="")], "host", "torch on rank 1 .* no NCCL, or hides"),
+        (SLICES, "host", r"2 ranks have slices of 1 GPU of n1 \(MIG\), which NCCL refuses"),
+        ([gpu(), gpu("n2", "b", bus="a")], "nccl", "every rank has a GPU of its own"),
         ([gpu(), gpu("n2", version="RCCL 2")], "host", "NCCL 2.29.7 on rank 0, RCCL .* rank 1"),
     ],
 )
 def test_nccl_is_used_where_all_ranks_have_the_same_one_and_a_gpu_of_their_own(devices, name, why):
-    chosen, reason, _ = choose_transport(devices)
+    chosen, reason, note = choose_transport(devices)
     assert chosen == name and re.search(why, reason)
+    assert bool(note) == (name == "host") and note.startswith(reason * bool(note))
 
 
 MIXED = r"1 of 3 ranks see no GPU, such as rank 2 \(n1\)"  # whose weights would drift apart
@@ -95,6 +101,7 @@ MIXED = r"1 of 3 ranks see no GPU, such as rank 2 \(n1\)"  # whose weights would
     ("devices", "wanted", "refusal"),
     [
         ([gpu(), gpu()], "nccl", "--reduce nccl: 2 ranks share 1 GPU of n1"),
+        (SLICES, "nccl", "--reduce nccl: 2 ranks have slices of 1 GPU of n1"),
         ([CPU, gpu()], "nccl", r"--reduce nccl is for GPUs: rank 0 \(n1\) has none"),
         ([gpu(), CPU], "mpi-gpu", r"--reduce mpi-gpu is for GPUs: rank 1 \(n1\) has none"),
         *(([gpu(), gpu(), CPU], wanted, MIXED) for wanted in ("auto", "host")),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.support.api import doctor, mpi
+from tests.support.api import RankDevice, doctor, mpi
 from tests.support.ranks import alone
 
 GIB = 2**30
@@ -34,7 +34,7 @@ LAPTOP: dict[str, Any] = {
     "gpus": [],
     "gpu_nodes": [],
     "gpu_problem": "",
-    "nccl": "",
+    "place": RankDevice("node1"),
     "memory": "computes on the CPU",
     "directory": "/home/me",
     "file_system": "ext4",
@@ -62,10 +62,11 @@ def by_rank(*own: Facts, **changes: Any) -> list[Facts]:
 def with_gpus(ranks: int, gpus: int, numbered: bool = False) -> list[Facts]:
     """Ranks that see the same GPUs and take them in turn; or `numbered`, each one, as number 0."""
     seen = [("H200, 139 GiB", f"GPU-{n}") for n in range(gpus)]
-    common = {"built_for": "CUDA 12.8", "nccl": "NCCL 2.23.4", "memory": "no CuPy"}
-    own = [{"gpus": seen, "gpu": rank % gpus} for rank in range(ranks)]
+    common = {"built_for": "CUDA 12.8", "memory": "no CuPy"}
+    places = [RankDevice("node1", f"GPU-{n}", "NCCL 2.23.4", f"bus {n}") for n in range(gpus)]
+    own = [{"gpus": seen, "gpu": rank % gpus, "place": places[rank % gpus]} for rank in range(ranks)]
     if numbered:
-        own = [{"gpus": [seen[rank % gpus]], "gpu": 0} for rank in range(ranks)]
+        own = [facts | {"gpus": [seen[facts["gpu"]]], "gpu": 0} for facts in own]
     return by_rank(*own, gpu_nodes=["nvidia0"], **common)
 
 
