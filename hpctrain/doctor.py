@@ -232,7 +232,7 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     elif caught:  # by torch, or that the GPU cannot be used
         found["gpu_problem"] = first_line(caught[-1].message)
     found |= {"built_for": device.built_for(), "key": device.hardware_key(place)}
-    own = device.find_rank_device(place)
+    own = device.RankDevice.find(place)
     return found | {"place": own, "memory": device.memory_of(place)[1]}
 
 

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,19 +76,19 @@ class RankDevice(NamedTuple):
     nccl: str = ""  # torch's, such as "NCCL 2.29.7"; empty = none that can be called
     bus: str = ""  # its PCI address, which slices of one GPU (MIG) share
 
+    @classmethod
+    def find(cls, device: torch.device) -> RankDevice:
+        """Return that of this rank, which computes on `device`.
 
-def find_rank_device(device: torch.device) -> RankDevice:
-    """Return what `choose_transport` needs to know of this rank, which computes on `device`.
-
-    NCCL compares PCI addresses (ncclCommInitRank), RCCL tells partitions of a GPU apart.
-    """
-    host = socket.gethostname()
-    if device.type == "cpu":
-        return RankDevice(host)
-    gpu = torch.cuda.get_device_properties(device)
-    uuid = str(gpu.uuid)
-    bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
-    return RankDevice(host, uuid, nccl_version(), uuid if torch.version.hip else bus)
+        NCCL compares PCI addresses (ncclCommInitRank), RCCL tells partitions of a GPU apart.
+        """
+        host = socket.gethostname()
+        if device.type == "cpu":
+            return cls(host)
+        gpu: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the address
+        uuid = str(gpu.uuid)
+        bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+        return cls(host, uuid, nccl_version(), uuid if torch.version.hip else bus)
 
 
 def load_nccl(path: str = "") -> ctypes.CDLL:
@@ -116,9 +116,9 @@ def nccl_version() -> str:
 def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> tuple[str, str, str]:
     """Choose the transport for all ranks from their devices: NCCL where every rank can use it.
 
-    Returns its name, the reason, and a note, if ranks share GPUs or NCCL cannot be used. Raises UsageError if the `wanted`
-    one is not possible, and if only some ranks have a GPU: these round differently, so weights that
-    each rank updates would drift apart.
+    Returns its name, the reason, and a note if ranks share GPUs or NCCL cannot be used. Raises
+    UsageError if the `wanted` one is not possible, and if only some ranks have a GPU: these round
+    differently, so weights that each rank updates would drift apart.
     """
     without = [f"rank {rank} ({place.host})" for rank, place in enumerate(ranks) if not place.gpu]
     if wanted in ("nccl", "mpi-gpu") and without:
@@ -137,8 +137,10 @@ def choose_transport(ranks: Sequence[RankDevice], wanted: str = "auto") -> tuple
         if len(set(gpus)) < len(gpus):
             against = note = f"{len(gpus)} ranks share {counted(len(set(gpus)), 'GPU')} of {host}"
         elif len(buses) < len(gpus):
-            slices = f"{len(gpus)} ranks have slices of {counted(len(buses), 'GPU')} of {host} (MIG)"
-            against = f"{slices}, which NCCL refuses"
+            whole = counted(len(buses), "GPU")
+            against = (
+                f"{len(gpus)} ranks have slices of {whole} of {host} (MIG), which NCCL refuses"
+            )
     for rank, place in enumerate(ranks):
         if not place.nccl:
             against = f"torch on rank {rank} ({place.host}) has no NCCL, or hides its functions"
@@ -283,6 +285,18 @@ def torch_settings(
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+@contextmanager
+def without_benchmark() -> Iterator[None]:
+    """Let cuDNN choose its algorithms without timing them, for shapes that occur only once."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark
+    cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before
 
 
 def _set_debug_mode(mode: int) -> None:

@@ -16,8 +16,8 @@ import torch
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.device import (
+    RankDevice,
     choose_transport,
-    find_rank_device,
     load_nccl,
     zeros_for_messages,
 )
@@ -298,7 +298,7 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> Transport:
     Raises UsageError on all ranks as `choose_transport` does, and if MPI takes no memory of GPUs
     with "mpi-gpu".
     """
-    ranks = allgather(comm, find_rank_device(device))
+    ranks = allgather(comm, RankDevice.find(device))
     with on_all(comm):
         name, reason, note = choose_transport(ranks, wanted)
     kinds = (Transport, HostMemory, DeviceMemory, Pinned, Nccl)

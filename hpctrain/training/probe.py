@@ -26,7 +26,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.models import as_bytes, evaluating
 from hpctrain.models.build import check_names, checked_output
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.device import explain_errors, fork_rng, seed_torch
+from hpctrain.parallel.device import explain_errors, fork_rng, seed_torch, without_benchmark
 from hpctrain.tasks import Task, check_task, network_output, output_shape
 from hpctrain.text import listed
 
@@ -34,6 +34,7 @@ FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own funct
 ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number
 
 
+@without_benchmark()
 def probe_model(
     norms: BatchNorms, task: Task, source: Split, prepare: Prepare, config: Config
 ) -> Probe:

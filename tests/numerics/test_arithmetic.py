@@ -50,8 +50,9 @@ def test_networks_are_trained_and_asked_in_the_precision_of_the_run(comm, short,
     with seen_by(nn.Module, settings_of_torch) as seen:
         hp.train(**short | {"epochs": 1, "precision": precision})
     expected = EXPECTED[precision]
-    # A check of the fresh network's shapes is not in bfloat16.
-    assert expected in seen and {*seen} <= {expected, (*expected[:3], False)}
+    # A check of the fresh network's shapes is not in bfloat16, and the probe does not time.
+    untimed = *expected[:2], False, expected[3]
+    assert expected in seen and {*seen} <= {expected, untimed, (*expected[:3], False)}
     answers = f"{short['runs_dir']}.{comm.rank}.csv"
     common = ["a", "--runs-dir", short["runs_dir"], "--threads", "1", "--batch-size", "4"]
     for asked in (None, *(EXPECTED if precision == "default" else ())):
@@ -112,6 +113,16 @@ def test_a_run_leaves_torch_as_somebody_has_set_it(comm, fixed):
         torch.set_deterministic_debug_mode("default")
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.ranks(2)
+def test_algorithms_are_not_timed_for_the_shapes_of_the_probe(comm, short):
+    settings = short | {"model": "tests.support.nets:with_dropout", "epochs": 1}
+    with seen_by(nn.Flatten, lambda *_: torch.backends.cudnn.benchmark) as seen:
+        hp.train(**settings)
+    _, *later = seen  # the first checks the fresh network's shapes, on the CPU
+    assert later == sorted(later) and later[-1], "not timed, then timed"
+    assert (False in later) == (comm.rank == 0)
 
 
 @pytest.mark.ranks

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.support.api import open_transport, transport
+from tests.support.api import RankDevice, open_transport
 from tests.support.nccl import SOURCE, build, stand_in
 
 pytestmark = pytest.mark.ranks(1)
@@ -181,7 +181,7 @@ def test_an_nccl_whose_functions_torch_hides_counts_for_none(comm, tmp_path, fla
         gpu = SimpleNamespace(uuid="a", pci_domain_id=0, pci_bus_id=3, pci_device_id=1)
         torch.cuda.get_device_properties = lambda device: gpu
         ctypes.CDLL(str(tmp_path / "libtorch_cuda.so"))
-        own = transport.find_rank_device(torch.device("cuda", 0))
+        own = RankDevice.find(torch.device("cuda", 0))
         assert own[1:] == ("a", "" if flags else "NCCL 2.29.7", "0000:03:01")
 
     assert forked(work) == [""]

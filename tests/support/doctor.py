@@ -64,7 +64,9 @@ def with_gpus(ranks: int, gpus: int, numbered: bool = False) -> list[Facts]:
     seen = [("H200, 139 GiB", f"GPU-{n}") for n in range(gpus)]
     common = {"built_for": "CUDA 12.8", "memory": "no CuPy"}
     places = [RankDevice("node1", f"GPU-{n}", "NCCL 2.23.4", f"bus {n}") for n in range(gpus)]
-    own = [{"gpus": seen, "gpu": rank % gpus, "place": places[rank % gpus]} for rank in range(ranks)]
+    own = [
+        {"gpus": seen, "gpu": rank % gpus, "place": places[rank % gpus]} for rank in range(ranks)
+    ]
     if numbered:
         own = [facts | {"gpus": [seen[facts["gpu"]]], "gpu": 0} for facts in own]
     return by_rank(*own, gpu_nodes=["nvidia0"], **common)
