@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.cluster import launched_rank, launched_size, signals_caught
+from hpctrain.cluster import launched_rank, launched_size, require_mpi_launcher, signals_caught
 from hpctrain.config import Config, EvaluateConfig, from_table
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, find_folder
@@ -102,6 +102,7 @@ def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
     """
     import torch
 
+    require_mpi_launcher()
     threads = torch.get_num_threads()
     place = launched_rank(), launched_size() or 1, socket.gethostname(), settings.hang_timeout
     with signals_caught(), warnings.catch_warnings(), Watchdog(*place) as watchdog:
@@ -110,6 +111,7 @@ def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
 
         watchdog.abort = MPI.COMM_WORLD.Abort
         comm = start_mpi()
+        watchdog.set_rank(comm.rank, comm.size)  # not all launchers tell it
         try:
             doing("starting")
             yield comm

@@ -18,7 +18,14 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from hpctrain import __version__, config
-from hpctrain.cluster import launched_rank, launched_size, under_mpirun
+from hpctrain.cluster import (
+    foreign_launcher,
+    launched_rank,
+    launched_size,
+    launcher_name,
+    require_mpi_launcher,
+    under_mpirun,
+)
 from hpctrain.errors import Failure, UsageError, did_you_mean
 from hpctrain.fault import fault
 from hpctrain.text import counted, say
@@ -76,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             name, settings = parse(sys.argv[1:] if argv is None else argv)
         except Failure as error:
-            if (launched_size() or 1) == 1:
+            if (launched_size() or 1) == 1 or foreign_launcher():
                 raise
             failure = error  # all ranks agree on it and print it once
         if failure or COMMANDS[name].processes == RANKS:
@@ -86,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
         where = f"[rank {rank}] " if (rank := launched_rank()) else ""
         if where:
             time.sleep(1.0)  # if the first process failed alike, the launcher ends this one
+        if where and foreign_launcher():  # which is slow to end it: the first has printed this
+            return error.exit_code
         print(f"{where}hpctrain: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
@@ -107,10 +116,16 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         hint = did_you_mean(name, COMMANDS, ELSEWHERE)
         raise UsageError(f"there is no subcommand {name!r}{hint}")
     command, ranks = COMMANDS[name], launched_size() or 1
+    launcher = launcher_name()
+    without = f"call it without {launcher if foreign_launcher() else 'mpirun or srun'}"
     if command.processes == LAUNCHER and (under_mpirun() or ranks > 1):
-        raise UsageError(f"{name} starts its own ranks: call it without mpirun or srun")
+        raise UsageError(f"{name} starts its own ranks: {without}")
     if command.processes == ALONE and ranks > 1:
-        raise UsageError(f"{name} needs one process, not {ranks}: call it without mpirun or srun")
+        raise UsageError(f"{name} needs one process, not {ranks}: {without}")
+    if command.processes == ALONE and launched_size() is None and launcher != "none":
+        raise UsageError(f"{name} needs one process: call it without {launcher}")
+    if command.processes == RANKS:
+        require_mpi_launcher()
     return name, config.parse_settings(name, command.summary, command.settings, words)
 
 
@@ -125,13 +140,15 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
-            say(f"hpctrain {name}: starting on {counted(size, 'rank')} ...", sys.stderr)
+            ranks = counted(size, "rank") if launched_size() or not under_mpirun() else "ranks"
+            say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
         from hpctrain.parallel.mpi import MPI, conclude, on_all, start_mpi
 
         watchdog.abort = MPI.COMM_WORLD.Abort
         try:
             fault("mpi.starting")
             comm = start_mpi()
+            watchdog.set_rank(comm.rank, comm.size)  # not all launchers tell it
             fault("mpi.started")
             with on_all(comm):
                 if failure is not None:

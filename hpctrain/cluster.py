@@ -8,6 +8,10 @@ in docs/cluster.md. Sources:
 * PALS, the launcher of HPE Cray systems with PBS: those that HPE's plugin mpi/cray_shasta of Slurm
   sets in its place. PALS_LOCAL_SIZE is from programs that run on such systems.
 * Flux: flux-environment(7). A batch script has no FLUX_JOB_ID, but FLUX_URI.
+* jsrun of IBM's JSM, mpirun_rsh of MVAPICH2, aprun of Cray's ALPS, and prterun, which gives a rank
+  no number but PMIX_RANK: programs that run under them.
+* torchrun, which `accelerate launch` calls: docs.pytorch.org/docs/stable/elastic/run.html; the
+  launchers of DeepSpeed (launcher/launch.py) and of Horovod without MPI (runner/gloo_run.py).
 
 SIGUSR2 and SIGUSR1 are notices that a batch script asks for before the end of the job (sbatch and
 flux batch --signal); their handler only records them. SIGTERM is a notice if its sender then waits:
@@ -29,11 +33,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, UsageError
 
 LEFT = 75  # exit code EX_TEMPFAIL of sysexits.h: the state is saved, the same command resumes
 ANSWER_WITHIN = 10.0  # seconds for squeue and scontrol
-UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
+UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
 #: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
 REQUESTS = (
@@ -43,12 +47,46 @@ REQUESTS = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
 )
 
+
+class ForeignLauncher(NamedTuple):
+    """A launcher of processes that are not ranks of one MPI job: each would be alone."""
+
+    name: str
+    mark: tuple[str, ...]  # variables of its processes alone; batch scripts export the others
+    size: str  # variable with the number of processes
+    rank: str
+
+
+FOREIGN = (
+    ForeignLauncher("torchrun", ("TORCHELASTIC_RUN_ID",), "WORLD_SIZE", "RANK"),
+    ForeignLauncher("deepspeed", ("CROSS_SIZE", "LOCAL_SIZE", "MASTER_PORT"), "WORLD_SIZE", "RANK"),
+    ForeignLauncher("horovodrun", ("HOROVOD_RANK",), "HOROVOD_SIZE", "HOROVOD_RANK"),
+)
+
 _received: list[int] = []  # signals received so far
 
 
 def _first_number(*names: str) -> int | None:
     values = [os.environ.get(name, "") for name in names]
     return next((int(value) for value in values if value.isdigit()), None)
+
+
+def foreign_launcher() -> ForeignLauncher | None:
+    """Return the launcher of this process if it started several, and is not one of MPI."""
+    for launcher in FOREIGN:
+        if all(name in os.environ for name in launcher.mark):
+            return launcher if (_first_number(launcher.size) or 1) > 1 else None
+    return None
+
+
+def require_mpi_launcher() -> None:
+    """Raise UsageError if this process has a `foreign_launcher`."""
+    if launcher := foreign_launcher():
+        size = launched_size()
+        raise UsageError(
+            f"{launcher.name} started {size} processes, and each would be a job of its own: the"
+            f" ranks of a job are started by MPI, with mpirun -n {size} or srun"
+        )
 
 
 def under_mpirun() -> bool:
@@ -61,14 +99,21 @@ def launcher_name() -> str:
 
     srun and Flux set variables of PALS too, for the MPI of Cray.
     """
+    if foreign := foreign_launcher():
+        return foreign.name
     names = (
+        ("JSM_NAMESPACE_SIZE", "jsrun"),
         ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI)"),
+        ("PRTE_LAUNCHED", "prterun"),
+        ("MV2_COMM_WORLD_SIZE", "mpirun_rsh (MVAPICH2)"),
         ("MPI_LOCALNRANKS", "mpiexec (Hydra)"),
         ("SLURM_STEP_ID", "srun"),
         ("FLUX_TASK_RANK", "flux run"),
         ("PALS_RANKID", "mpiexec (PALS)"),
         ("PMI_SIZE", "a PMI launcher"),
         ("SLURM_STEP_NUM_TASKS", "a PMI launcher"),
+        ("ALPS_APP_PE", "aprun"),
+        ("PMIX_RANK", "a PMIx launcher"),
     )
     return next((name for variable, name in names if variable in os.environ), "none")
 
@@ -145,28 +190,37 @@ def ignore_signals() -> None:
 
 
 def launched_size() -> int | None:
-    """Return the number of processes that the launcher started, or None without a launcher."""
-    names = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS"
-    return _first_number(*names)
+    """Return the number of processes that the launcher started.
+
+    None without a launcher, or with one that does not tell (`launcher_name`: prterun, aprun).
+    """
+    if foreign := foreign_launcher():
+        return _first_number(foreign.size)
+    names = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"
+    return _first_number(*names, "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launched_rank() -> int:
     """Return the rank that the launcher gave this process; 0 without a launcher."""
-    names = "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "SLURM_PROCID", "PALS_RANKID"
-    return _first_number(*names) or 0
+    if foreign := foreign_launcher():
+        return _first_number(foreign.rank) or 0
+    names = "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"
+    others = "FLUX_TASK_RANK", "SLURM_PROCID", "PALS_RANKID", "ALPS_APP_PE", "PMIX_RANK"
+    return _first_number(*names, *others) or 0
 
 
 def launched_local_rank() -> int:
     """Return the number of this process among the launch's on this host; 0 without a launcher."""
     names = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
+    rare = "MV2_COMM_WORLD_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK"
     own = "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID", "PALS_LOCAL_RANKID"
-    return _first_number(*names, *own) or 0
+    return _first_number(*names, *rare, *own) or 0
 
 
 def local_size() -> int:
     """Return the number of the launch's processes on this host; 1 without a launcher."""
     names = "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"
-    if found := _first_number(*names):
+    if found := _first_number(*names, "MV2_COMM_WORLD_LOCAL_SIZE"):
         return found
     tasks = tasks_by_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if (node := _first_number("SLURM_NODEID")) is not None and node < len(tasks):

@@ -194,21 +194,27 @@ class Watchdog:
     def __init__(
         self, rank: int, size: int, host: str, timeout: float, whole: bool = False
     ) -> None:
-        self.rank, self.size, self.host, self.timeout = rank, size, host, timeout
+        self.host, self.timeout = host, timeout
+        self.set_rank(rank, size)
         self.abort: Callable[[int], Any] | None = None
-        self._where = f"[rank {rank} of {size} @{host}]"
         #: Seconds without a new report after which this rank counts as hung.
         self.limit = timeout + IMPORTS if whole else timeout
         self._whole, self._failed, self._init_reported = whole, False, False
         self._folder: Path | None = None  # of heartbeats
         self._stack = 2  # descriptor of the file for stacks; stderr before there is a folder
-        #: Seconds between two heartbeats; longer for many ranks, to spare the file system.
-        self.interval = min(max(BEAT_EVERY, size / 20), timeout / 6)
         self.activity, self._since = "start", time.monotonic()
         self._beaten, self._phase = time.monotonic(), ""  # of the last heartbeat that `look` wrote
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def set_rank(self, rank: int, size: int) -> None:
+        """Watch this rank of so many."""
+        self.rank = rank
+        self.size = size
+        self._where = f"[rank {rank} of {size} @{self.host}]"
+        #: Seconds between two heartbeats; longer for many ranks, to spare the file system.
+        self.interval = min(max(BEAT_EVERY, size / 20), self.timeout / 6)
 
     def __enter__(self) -> Watchdog:
         if under_mpirun():

@@ -23,7 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from hpctrain.cluster import launched_rank, launched_size, local_size, place_in_step
+from hpctrain.cluster import (
+    launched_rank,
+    launched_size,
+    local_size,
+    place_in_step,
+    require_mpi_launcher,
+)
 from hpctrain.cores import core_count
 from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.fault import fault
@@ -83,9 +89,18 @@ def start_mpi() -> Comm:
     """Return a duplicate of COMM_WORLD. Collective.
 
     Raises LauncherMismatch if the launcher started several processes that do not see each other
-    (its MPI is not the one that mpi4py loaded).
+    (its MPI is not the one that mpi4py loaded, or it has none).
     """
-    started = launched_size() or 1
+    try:
+        require_mpi_launcher()
+    except UsageError as error:
+        raise LauncherMismatch(str(error)) from error
+    if MPI.COMM_WORLD.size == 1 < (joined := _torch_size()):
+        raise LauncherMismatch(
+            f"torch.distributed has {joined} processes here, and each would be a job of its own:"
+            f" the ranks of a job are started by MPI, with mpirun -n {joined} or srun"
+        )
+    started = launched_size() or launched_rank() + 1  # or more
     if MPI.COMM_WORLD.size == 1 < started:
         plugin = "pmix" if "Open MPI" in library() else "pmi2"
         advice = f"srun --mpi={plugin}" if "SLURM_STEP_ID" in os.environ else "its own mpirun"
@@ -95,6 +110,13 @@ def start_mpi() -> Comm:
         )
     with waiting():
         return MPI.COMM_WORLD.Dup()
+
+
+def _torch_size() -> int:
+    """Return the number of processes of torch.distributed if this one has joined it, else 1."""
+    distributed = sys.modules.get("torch.distributed")
+    joined = distributed and distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if distributed and joined else 1
 
 
 def on_root(comm: Comm, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -196,7 +218,7 @@ def conclude(error: BaseException) -> int:
     if isinstance(error, Failure):
         code, text = error.exit_code, str(error)
         if error.agreed or world.size == 1:
-            if world.rank == 0 and launched_rank() == 0:
+            if world.rank == 0 and (launched_rank() == 0 or launched_size() is None):
                 print(f"hpctrain: {text}", file=sys.stderr, flush=True)
             return code
     elif isinstance(error, KeyboardInterrupt):

@@ -5,11 +5,12 @@ the job.
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
 import hpctrain as hp
-from tests.support.api import cluster
+from tests.support.api import cluster, command_line, mpi
 from tests.support.launch import LAUNCHER_PREFIXES
 from tests.support.scripts import write_scripts
 
@@ -50,6 +51,44 @@ RANKS = {  # name, ranks, and of this rank: number, number on its host, ranks th
         | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0"},
         ("mpirun (Open MPI)", 3, 2, 2, 3),
     ),
+    "jsrun": (
+        {"JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_RANK": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"}
+        | {"PMIX_RANK": "4"},
+        ("jsrun", 6, 4, 1, 1),
+    ),
+    "MVAPICH2's mpirun_rsh": (
+        {"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "3"}
+        | {"MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2"},
+        ("mpirun_rsh (MVAPICH2)", 4, 3, 1, 2),
+    ),
+    "prterun, which does not say how many": (
+        {"PRTE_LAUNCHED": "1", "PMIX_RANK": "1"},
+        ("prterun", None, 1, 0, 1),
+    ),
+    "aprun": ({"ALPS_APP_PE": "5"}, ("aprun", None, 5, 0, 1)),
+    "torchrun in a task of srun": (
+        {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}
+        | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+        ("torchrun", 8, 5, 0, 1),
+    ),
+    "torchrun of one process": (
+        {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1", "RANK": "0"},
+        ("none", None, 0, 0, 1),
+    ),
+    "the variables of torch.distributed in a batch script": (
+        {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3", "MASTER_ADDR": "n1"}
+        | {"MASTER_PORT": "29500"},
+        ("none", None, 0, 0, 1),
+    ),
+    "deepspeed": (
+        {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3", "MASTER_PORT": "29500"}
+        | {"CROSS_SIZE": "2", "CROSS_RANK": "0", "LOCAL_SIZE": "4"},
+        ("deepspeed", 8, 3, 0, 1),
+    ),
+    "horovodrun without MPI": (
+        {"HOROVOD_SIZE": "3", "HOROVOD_RANK": "2", "HOROVOD_LOCAL_RANK": "2"},
+        ("horovodrun", 3, 2, 0, 1),
+    ),
 }
 
 
@@ -71,6 +110,53 @@ def test_the_variables_of_every_launcher(monkeypatch, name):
     forget_launcher(monkeypatch)
     found = cluster.launcher_name(), cluster.launched_size(), cluster.local_size()
     assert found == ("none", None, 1)
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}
+REFUSED = {  # command line -> what is said under torchrun
+    "train": "torchrun started 2 processes, and each would be a job of its own: .* mpirun -n 2",
+    "--epochs 1": "torchrun started 2 processes, and each would be a job of its own: ",
+    "evaluate a": "torchrun started 2 processes, and each would be a job of its own: ",
+    "predict a b": "torchrun started 2 processes, and each would be a job of its own: ",
+    "pack b": "pack needs one process, not 2: call it without torchrun",
+    "sweep s.toml": "sweep starts its own ranks: call it without torchrun",
+    "train --epochs x": "torchrun started 2 processes, and each would be a job of its own: ",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_processes_that_are_no_ranks_of_mpi_are_refused(monkeypatch, capsys, words):
+    """Each would train a network of its own, and none would say so."""
+    forget_launcher(monkeypatch)
+    for variable, value in TORCHRUN.items():
+        monkeypatch.setenv(variable, value)
+    assert command_line(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"hpctrain: {REFUSED[words]}.*\n", err) and not out
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_launcher_that_does_not_tell_how_many_it_started(monkeypatch, capsys, rank):
+    forget_launcher(monkeypatch)
+    monkeypatch.setenv("PRTE_LAUNCHED", "1")
+    monkeypatch.setenv("PMIX_RANK", rank)
+    assert command_line(["pack", "digits", "--output", "none.h5"]) == 2
+    assert "pack needs one process: call it without prterun" in capsys.readouterr().err
+    if rank == "1":  # of an MPI that does not belong to it
+        with pytest.raises(hp.UsageError, match="started 2 processes, but each sees only itself"):
+            hp.train(epochs=1)
+
+
+def test_a_program_of_torchrun_or_of_torch_distributed_is_refused(monkeypatch):
+    forget_launcher(monkeypatch)
+    for variable, value in TORCHRUN.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(hp.UsageError, match="torchrun started 2 processes"):
+        hp.train(epochs=1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setattr(mpi, "_torch_size", lambda: 4)
+    with pytest.raises(hp.UsageError, match="torch.distributed has 4 processes here, and each"):
+        hp.evaluate("a")
 
 
 @pytest.mark.parametrize(

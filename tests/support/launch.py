@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Prefixes of the variables that Open MPI, MPICH, Slurm, PALS and Flux set for ranks they start.
 LAUNCHER_PREFIXES = (
     *("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP"),
-    *("PALS_", "FLUX_TASK_", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES"),
+    *("PALS_", "FLUX_TASK_", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES", "JSM_", "MV2_", "ALPS_"),
+    *("TORCHELASTIC_", "CROSS_", "HOROVOD_"),
 )
 #: For the sockets of mpirun: one that was killed leaves them, and the next of its number trips.
 SESSIONS = tempfile.mkdtemp(prefix="hpctrain-")
