@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import tarfile
@@ -199,9 +200,12 @@ def list_archive(path: Path, scratch: IO[bytes]) -> Listing:
     except Exception as error:  # of many types, for corrupt archives
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of `scratch`
             raise
+        why = getattr(error, "strerror", None) or brief(error)
+        if isinstance(error, tarfile.ReadError) and not listing.rows and not listing.folders:
+            why = f"it is none of them ({why})"
         raise UsageError(
             f"source {path} cannot be read as a folder, archive (.tar, .tgz, .zip) or table"
-            f" (.csv, .tsv, .txt): {getattr(error, 'strerror', None) or brief(error)}"
+            f" (.csv, .tsv, .txt): {why}"
         ) from None
     return listing
 
@@ -294,7 +298,8 @@ def _zip_members(listing: Listing) -> Iterator[Member]:
                     name = name.encode("cp437").decode()  # as macOS writes them
                 except UnicodeError:
                     unknown.append(name)
-            name = name.replace("\\", "/")  # which 4.4.17.1 forbids
+            name = name.replace("\\", "/")  # which 4.4.17.1 forbids, and letters of drives
+            name = re.sub("^[A-Za-z]:/", "", name)
             kind = m.compress_type
             if m.flag_bits & 1:
                 kind = ENCRYPTED
@@ -367,22 +372,26 @@ class FileFinder:
 # Reading
 
 
-def open_regular(path: str) -> FileIO:
-    """Open a regular file; a named pipe does not wait for a writer. Raises OSError and BadImage."""
+def open_regular(path: str) -> tuple[FileIO, int]:
+    """Open a regular file, and return its size, too. Raises OSError and BadImage.
 
-    def open_at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
+    A named pipe does not wait for a writer.
+    """
     try:
-        file = FileIO(path, opener=open_at_once)
+        file = FileIO(path, opener=_open_at_once)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device without a driver
             raise BadImage(UNREADABLE[SPECIAL]) from None
         raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
         file.close()
         raise BadImage(UNREADABLE[SPECIAL])
-    return file
+    return file, status.st_size
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_files(slices: Iterable[Slice], use: Callable[[bytes], T]) -> Iterator[T | BadImage]:
@@ -395,8 +404,10 @@ def read_files(slices: Iterable[Slice], use: Callable[[bytes], T]) -> Iterator[T
             file = None
             for part in parts:
                 try:
-                    file = file or opened.enter_context(open_regular(path))
-                    yield use(_read(file, part))
+                    if file is None:
+                        file, size = open_regular(path)
+                        opened.enter_context(file)
+                    yield use(_read(file, size, part))
                 except BadImage as error:
                     yield error
                 except (OSError, ValueError, zlib.error) as error:
@@ -411,7 +422,7 @@ def read_file(path: str) -> bytes:
     return data
 
 
-def _read(file: FileIO, part: Slice) -> bytes:
+def _read(file: FileIO, file_size: int, part: Slice) -> bytes:
     """Read an image file. Raises BadImage, OSError and zlib.error."""
     if part.kind in UNREADABLE:
         raise BadImage(UNREADABLE[part.kind])
@@ -422,10 +433,7 @@ def _read(file: FileIO, part: Slice) -> bytes:
         file.seek(start + 26)
         lengths = file.read(4)
         start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-    size = part.size
-    if size == -1:
-        size = os.fstat(file.fileno()).st_size
-    if size > MOST_BYTES:
+    if part.size > MOST_BYTES or (part.size == -1 and file_size > MOST_BYTES):
         raise BadImage("larger than 4 GiB: no image")
     file.seek(start)
     data = file.read(part.size) or b""
@@ -443,7 +451,8 @@ def _read(file: FileIO, part: Slice) -> bytes:
 def read_start(path: str) -> bytes:
     """Return the first block of a regular file. Raises OSError."""
     try:
-        with open_regular(path) as file:
+        file, _ = open_regular(path)
+        with file:
             return file.read(tarfile.BLOCKSIZE) or b""
     except BadImage as error:
         raise OSError(str(error)) from None

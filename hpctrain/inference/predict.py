@@ -26,7 +26,7 @@ from hpctrain.inference.network import Answer
 from hpctrain.inference.trained import Images, TrainedNetwork, list_images, refuse_unusable
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_predictions, write_image
-from hpctrain.text import listed_names, say
+from hpctrain.text import MOST_NAMED, listed, printable, say
 from hpctrain.watchdog import started, waiting
 
 
@@ -121,5 +121,6 @@ def conclude(settings: PredictConfig, bad: Mapping[int, str], total: int, rest: 
     if not settings.skip_bad or len(bad) == total:
         refuse_unusable(bad, total, rest)
     elif bad:
-        reasons = listed_names([bad[row] for row in sorted(bad)], separator="; ")
+        texts = [printable(bad[row], newlines=False) for row in sorted(bad)]
+        reasons = listed(texts, MOST_NAMED, "; ")
         say(f"left out, {len(bad):,} of {total:,} images: {reasons}", sys.stderr)

@@ -29,7 +29,7 @@ from hpctrain.parallel.device import choose_device, place, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks import make_task
-from hpctrain.text import MOST_NAMED, brief, listed, say
+from hpctrain.text import MOST_NAMED, brief, listed, printable, say
 
 
 def load(
@@ -346,8 +346,10 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
             if not listing.names:
                 raise UsageError(f"{target} holds no image files")
             files += (target / name for name in listing.names)
+        elif not target.exists():
+            raise UsageError(f"{target}: no such file or folder")
         elif not target.is_file():
-            raise UsageError(f"{target}: no such file or folder, or not a regular file")
+            raise UsageError(f"{target} is not a regular file")
         elif _begins_as_archive(target):
             raise UsageError(f"{target} is an archive: unpack it, or make a pack of it")
         else:
@@ -365,5 +367,6 @@ def _begins_as_archive(path: Path) -> bool:
 def refuse_unusable(bad: Mapping[int, str], total: int, rest: str = "") -> None:
     """Raise RunError if images, of `total`, are unusable; its first line ends with `rest`."""
     if bad:
-        reasons = listed([bad[row] for row in sorted(bad)], MOST_NAMED, "\n  ")
+        texts = [printable(bad[row], newlines=False) for row in sorted(bad)]
+        reasons = listed(texts, MOST_NAMED, "\n  ")
         raise RunError(f"{len(bad):,} of {total:,} images cannot be used{rest}\n  {reasons}")

@@ -96,9 +96,11 @@ def check_pack(path: str) -> int:
                 bad, shape = Bad(), (len(rows), *split.image_shape)
                 split.gather(rows, np.empty(shape, split.dtype), bad=bad)
                 split.read_labels(rows, bad)
-                count += len(bad)
-                for text in bad.values():
+                for text in [*bad.values()][: max(0, MOST_NAMED - count)]:
                     note(text)
+                count += len(bad)
+    if count > MOST_NAMED:
+        note(f"corrupt: {count - MOST_NAMED:,} more")
     if count:
         note(f"{count:,} corrupt in {path}: do not use it, copy or make it again")
         return 1

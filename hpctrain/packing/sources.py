@@ -176,6 +176,9 @@ def read_class_folders(listing: Listing, where: str) -> Source:
                 if path[depth + 1 :]:
                     below.add("/".join(path[: depth + 2]))
     classes = class_order(spellings)
+    words = {name.lower() for name in classes}
+    if words & {*IMAGE_FOLDERS} and words & {*ANNOTATIONS}:
+        raise UsageError(f"{where} holds no class folders, but {listed_names(classes)}: {ADVICE}")
     label_of = {name: label for label, name in enumerate(classes)}
     names = [name for name, folder in zip(files, within, strict=True) if folder in found]
     images = [found[folder] for folder in within if folder in found]
@@ -188,6 +191,10 @@ def read_class_folders(listing: Listing, where: str) -> Source:
         )
     outside = (name for name, folder in zip(files, within, strict=True) if folder not in found)
     listing.add_note("left out, since outside of class folders", outside)
+    for number in set(roots.values()):
+        joined = ["/".join(root) for root, split in roots.items() if split == number]
+        if len(joined) > 1:
+            listing.add_note("joined as one split", joined, "folder")
     listing.add_note("folders in a class folder belong to that class", below, "folder")
     listing.notes += class_notes(spellings)
     no_groups = np.full(len(names), NO_GROUP, np.int32)
@@ -278,19 +285,19 @@ def _refuse_other_roles(
         inner = _split_numbers(below)
         if len(inner) > 1 and 0 in inner.values():
             raise UsageError(f"holds splits ({listed_names(inner)}) within {brief(name)}")
+    words = [set(re.split("[^a-z]+", name.lower())) & {*SPLIT_NUMBERS} for name in tree]
+    if all(words) and set().union(*words) & {*ALIASES["train"]}:
+        raise UsageError(f"holds folders that look like splits ({shown})")
     if any(tree.values()) and len({frozenset(below) for below in tree.values()}) == 1:
         inside = listed_names(next(iter(tree.values())), 3)
         raise UsageError(f"holds folders ({shown}) that all hold the same ones ({inside})")
-    names = {name.lower() for name in tree}
-    if names & {*IMAGE_FOLDERS} and names & {*ANNOTATIONS}:
-        raise UsageError(f"holds no class folders, but {shown}")
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return distinct names of classes in order: that of numbers if all are whole numbers."""
     order = sorted({*names})
-    if all(re.fullmatch(r"[+-]?\d{1,18}", name) for name in order):
-        order.sort(key=lambda name: (int(name), name))
+    if all(re.fullmatch(r"[+-]?\d{1,18}(\.0*)?", name) for name in order):  # "1.0": of pandas
+        order.sort(key=lambda name: (int(name.partition(".")[0]), name))
     return tuple(order)
 
 

@@ -93,7 +93,7 @@ def test_the_pack_is_named_after_its_source(folder, tmp_path, monkeypatch, capfd
     assert all(name in shown for name in ("images.h5", "validation", "101"))
 
 
-def test_check_names_all_that_is_corrupt(folder, tmp_path, capfd):
+def test_check_names_what_is_corrupt(folder, tmp_path, capfd):
     path = make_pack(folder, tmp_path / "a.h5", split="1")
     with h5py.File(path, "r+", locking=False) as file:
         file["train/images"][7] ^= 1
@@ -103,6 +103,11 @@ def test_check_names_all_that_is_corrupt(folder, tmp_path, capfd):
     said = capfd.readouterr()
     assert "sample 7 of split 'train'" in said.err and "label is 99" in said.err
     assert "2 corrupt" in said.err and not said.out
+    with h5py.File(path, "r+", locking=False) as file:
+        file["train/images"][10:40] ^= 1
+    assert command_line(["pack", "--check", str(path)]) == 1
+    said = capfd.readouterr().err.splitlines()
+    assert said[10] == "corrupt: 22 more" and "32 corrupt" in said[11] and len(said) == 12
 
 
 def test_a_source_that_cannot_be_read_is_not_an_output_that_cannot_be_written(tmp_path, refusal):

@@ -117,6 +117,8 @@ def test_folders_of_the_names_of_splits_are_splits(tmp_path, refusal, names):
         ["pets/train/a/1.png", "pets/test/a/2.png", "docs/1.png"],
         ["a/train/1.png", "a/test/2.png", "b/train/x/3.png"],
         ["images/1.png", "labels/1.txt"],
+        ["train/images/1.png", "train/labels/1.txt", "test/images/1.png"],
+        ["1_train/a/1.png", "2_val/b/1.png"],
     ],
 )
 def test_folders_that_are_no_classes_are_refused_by_name(tmp_path, refusal, files):
@@ -132,6 +134,10 @@ def test_what_has_no_label_stands_beside_splits(tmp_path, capfd):
     }
     assert classes_of(tree(tmp_path / "images", files), files) == files
     assert "class folders: 1 file (seg_pred/seg_pred/3.png)" in capfd.readouterr().err
+    files |= {"seg_training/lake/4.png": ("train", "lake")}
+    assert classes_of(tree(tmp_path / "images", files), files) == files
+    said = capfd.readouterr().err
+    assert "joined as one split: 2 folders (seg_train/seg_train, seg_training)" in said
 
 
 def test_sources_without_classes_are_refused(tmp_path, refusal):
@@ -299,6 +305,10 @@ def test_folders_of_numbers_are_classes_in_the_order_of_numbers(tmp_path):
     tree(root, ["b/x.png"])
     found = facts(make_pack(root, tmp_path / "b.h5", split="1"))["classes"]
     assert found == ["-3", "1", "10", "2", "b"]
+    rows = [f"{name}/x.png,{number % 3 * 5}.0\n" for name, number in names.items()]
+    (root / "x.csv").write_text("path,label\n" + "".join(rows))
+    found = facts(make_pack(root / "x.csv", tmp_path / "c.h5", split="1"))["classes"]
+    assert found == ["0.0", "5.0", "10.0"]
 
 
 def both_forms(text):
@@ -329,7 +339,7 @@ def test_names_in_a_zip_are_utf8_if_they_can_be_and_back_slashes_separate(tmp_pa
     names = {
         "top/a/1234.png": "top\\é\\234.png".encode(),
         "top/a/123.png": b"top/\x82/x23.png",  # é of code page 437
-        "top/b/1.png": b"..\\top\\b\\12",
+        "top/b/1.png": b"C:\\top\\b\\12",
     }
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for number, name in enumerate([*names, "top/b/2.png"]):
