@@ -6,16 +6,17 @@ import sys
 def program() -> int:
     """Run the subcommand, finalize MPI if it was initialized, and return the exit code.
 
-    For training, the signals of the scheduler are caught first. The exit code is 1 if the reader
-    of standard output has closed it.
+    For training, the signals of the scheduler are caught first. The exit code is 1 if standard
+    output could not be written, or if its reader has closed it.
     """
     from hpctrain.cluster import catch_signals, ignore_signals
-    from hpctrain.text import discard_stdout
+    from hpctrain.text import discard_stdout, open_standard_files, output_error, say
 
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
     if trains:  # before any slow import: a signal may arrive at any time
         catch_signals()
+    open_standard_files()
     from hpctrain.cli import main
 
     try:
@@ -27,13 +28,17 @@ def program() -> int:
                 from hpctrain.parallel.mpi import end_mpi
 
                 end_mpi()
-            return code
+        except SystemExit as ended:  # after --help and --version
+            code = int(ended.code or 0)
         finally:
-            if sys.stdout:  # None if it was closed before the start
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:  # as in `hpctrain --help | head -1`
         discard_stdout()
         return 1
+    if error := output_error():
+        say(f"hpctrain: cannot write standard output: {error.strerror}", sys.stderr)
+        return code or 1
+    return code
 
 
 if __name__ == "__main__":

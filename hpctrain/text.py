@@ -6,12 +6,13 @@ A name may contain any character. All names that are printed pass through this m
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import TextIO
+from typing import Any, TextIO
 
 MOST_NAMED = 10  # names in a line, or lines of names
 
@@ -35,12 +36,90 @@ def say(text: str, file: TextIO | None = None) -> None:
     print(printable(text, getattr(file, "encoding", None) or "utf-8"), file=file, flush=True)
 
 
+class Output(io.TextIOWrapper):
+    """Standard output, or error, of the program. What cannot be written is discarded.
+
+    `error` is why, for example a full disk; see `output_error`. If the reader of standard output
+    has ended, BrokenPipeError is raised, as by any file.
+    """
+
+    error: OSError | None = None
+    is_stderr = False
+
+    def write(self, text: str) -> int:
+        with self._discarding():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._discarding():
+            super().flush()
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and not self.is_stderr:
+                raise
+            self.error = error
+            discard(self)
+
+
+def open_standard_files() -> None:
+    """Let standard output and error be an `Output`, unless somebody has replaced them before.
+
+    If a descriptor was closed before the start, it is opened: else it would be that of the next
+    file, such as a record, and whatever a library prints would be written into that file. Writing
+    to standard output then fails, as it should, and standard error is discarded.
+    """
+    modes = {0: os.O_RDONLY, 1: os.O_RDONLY, 2: os.O_WRONLY}
+    for descriptor, mode in modes.items():
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, mode)  # takes the lowest number that is free
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = getattr(sys, name)
+        if file is None:  # closed
+            raw = io.FileIO(descriptor, "w", closefd=False)
+            output = Output(io.BufferedWriter(raw), "utf-8", "backslashreplace")
+        elif type(file) is io.TextIOWrapper and file is getattr(sys, f"__{name}__"):
+            how = file.encoding, file.errors, None, file.line_buffering, file.write_through
+            output = Output(file.detach(), *how)
+        else:
+            continue
+        output.is_stderr = name == "stderr"
+        setattr(sys, name, output)
+        setattr(sys, f"__{name}__", output)
+
+
+def output_error() -> OSError | None:
+    """Return why standard output could not be written, if so and not returned before."""
+    output: Any = sys.stdout
+    error: OSError | None = getattr(output, "error", None)
+    if error is not None:
+        output.error = None
+    return error
+
+
+def check_output() -> None:
+    """Raise an OSError if standard output could not be written."""
+    if error := output_error():
+        raise error
+
+
+def discard(file: TextIO) -> None:
+    """Redirect a file to the null device: what it holds is flushed there."""
+    with suppress(OSError, ValueError):  # it may be an object without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)
+
+
 def discard_stdout() -> None:
     """Redirect standard output, whose reader is gone, to the null device: it is flushed at exit."""
-    with suppress(OSError, ValueError):  # stdout may be an object without a descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    discard(sys.stdout)
 
 
 def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str:

@@ -6,6 +6,7 @@ At a terminal, a live bar stands below these lines. Everything is derived from t
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +18,16 @@ from rich.text import Text
 
 from hpctrain.report.console import make_console, output_width, styled
 from hpctrain.report.step_stats import shares_text
-from hpctrain.text import counted, discard_stdout, duration, percent, rate, short_number
+from hpctrain.text import (
+    check_output,
+    counted,
+    discard_stdout,
+    duration,
+    percent,
+    rate,
+    say,
+    short_number,
+)
 
 if TYPE_CHECKING:
     from hpctrain.report.history import History
@@ -32,7 +42,7 @@ class Display:
     """Prints the records of one run as they are made. Output errors never fail the run.
 
     If standard output can no longer be written (its reader has ended, its disk is full), it is
-    discarded, and training continues.
+    discarded, and training continues. A full disk is reported on standard error.
     """
 
     def __init__(self, folder: Path, progress: str) -> None:
@@ -54,8 +64,13 @@ class Display:
         """Print a record, if its kind is printed; show a "phase" on the bar until the next step."""
         try:
             self._show(record)
-        except OSError:
+            check_output()
+        except BrokenPipeError:
             discard_stdout()
+        except OSError as error:
+            discard_stdout()
+            text = f"cannot write standard output: {error.strerror}; training goes on"
+            say(f"hpctrain: {text}", sys.stderr)
 
     def close(self) -> None:
         """Remove the bar."""

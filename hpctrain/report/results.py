@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.files import as_text, remove_left_behind, whole_file, writing
-from hpctrain.text import brief, say
+from hpctrain.text import brief, check_output, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -146,8 +146,9 @@ def open_predictions(
     RunError if it cannot be written.
     """
     columns = answer_columns(classes)
+    where = "standard output" if output == "-" else output
     with ExitStack() as stack:
-        file: Any = SimpleNamespace(write=lambda line: say(line.removesuffix("\n")))
+        file: Any = SimpleNamespace(write=print_line)
         if output != "-":
             stack.enter_context(writing(output))  # closing the file may fail, even after an error
             remove_left_behind(Path(output))
@@ -157,15 +158,21 @@ def open_predictions(
         def write(
             names: Sequence[tuple[str, ...]], labels: np.ndarray | None, probabilities: np.ndarray
         ) -> None:
-            with writing(output):
+            with writing(where):
                 for number, (name, found) in enumerate(zip(names, probabilities, strict=True)):
                     true = [] if labels is None else [columns[labels[number]]]
                     best, texts = int(found.argmax()), [f"{p:.6f}" for p in found]
                     table.writerow([*name, *true, columns[best], texts[best], *texts])
 
-        with writing(output):
+        with writing(where):
             table.writerow([*first, "prediction", "probability", *columns])
         yield write
+
+
+def print_line(line: str) -> None:
+    """Print a line of a table. Raises OSError if standard output cannot be written."""
+    say(line.removesuffix("\n"))
+    check_output()
 
 
 def draw_captioned(

@@ -7,6 +7,7 @@ part of the printed URL only: neither another user nor the page of another site 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 from contextlib import suppress
@@ -18,7 +19,8 @@ from urllib.parse import parse_qsl
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from hpctrain.errors import UsageError
-from hpctrain.text import say
+from hpctrain.files import writing
+from hpctrain.text import check_output, say
 from hpctrain.watch.runs import WatchedRuns
 
 ADDRESS = "127.0.0.1"
@@ -38,6 +40,8 @@ def serve(runs: WatchedRuns, port: int) -> int:
         tunnel = f"ssh -L {port}:{ADDRESS}:{port} {socket.gethostname()}"
         say(f"from your own machine, first: {tunnel}")
         say("Ctrl-C ends the page, not the runs")
+        with writing("standard output"):
+            check_output()  # nobody would know the address
         server.serve_forever()
     return 0
 
@@ -61,13 +65,18 @@ class Server(ThreadingMixIn, WSGIServer):
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         query = dict(parse_qsl(environ["QUERY_STRING"]))
         run, status, kind = self._runs.all.get(query.get("run", "")), "200 OK", "application/json"
+        sort = query.get("sort", "-1")
         answer: Any
         if not secrets.compare_digest(query.get("token", "").encode(), self.token.encode()):
             status, answer = "403 Forbidden", "open the address that was printed"
+        elif path in ("/", "/data", "/curves") and method != "GET":
+            status, answer = "405 Method Not Allowed", "give GET"
+        elif not re.fullmatch("-?[0-9]{1,4}", sort):
+            status, answer = "400 Bad Request", "sort is the number of a column"
         elif path == "/":
             kind, answer = "text/html", self._page
         elif path == "/data":
-            answer = self._runs.table(int(query.get("sort", -1)))
+            answer = self._runs.table(int(sort))
         elif run and path == "/curves":
             answer = run.curves()
         elif run and (method, path) == ("POST", "/stop"):

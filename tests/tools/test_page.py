@@ -112,6 +112,20 @@ def test_nothing_without_the_token_no_stop_without_a_post_and_none_of_other_runs
     assert (runs[0] / "STOP").exists() and not (runs[1] / "STOP").exists()
 
 
+def test_requests_that_no_page_makes_are_refused_and_print_nothing(page, capfd):
+    assert page.ask("/data?sort=9999").json()[0] == page.ask("/data").json()[0]
+    for sort in ("x", "", "1.5", "9" * 5000, "%00", "%D9%A1", "--1", "1e3", "nan"):
+        status = page.ask(f"/data?sort={sort}").status
+        assert status == (400 if sort else 200), "parse_qsl leaves out what is empty"
+    for method in ("PUT", "DELETE", "POST", "HEAD", "Q"):
+        assert [page.ask(path, method).status for path in ("/", "/data")] == [405, 405]
+        assert page.of_run("/curves", 0, method).status == 405
+    with socket.create_connection(("127.0.0.1", page.port)) as connection:
+        connection.sendall(b"\x16\x03\x01 \xff\r\nContent-Length: x\r\n\r\n")
+        assert connection.recv(10) != b""
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_taken_port_is_one_line(tmp_path):
     make_run(tmp_path / "a", run_line())
     with socket.create_server(("127.0.0.1", 0)) as taken:
