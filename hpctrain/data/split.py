@@ -134,6 +134,7 @@ class Split:
         self.pack, self.name = pack, name
         self.info = info if verify else info._replace(crc32=None)
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
+        self.threads = threads
         self._threads: ThreadPoolExecutor | None = None  # that decode
         self._rows: Rows | None = None
         # Samples whose numbers are in memory, and these: one attribute, for other threads.

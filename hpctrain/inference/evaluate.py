@@ -31,7 +31,7 @@ from hpctrain.inference.network import Answer, Inference, find_model, require_sp
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel import mpi
 from hpctrain.parallel.device import choose_device, keep_memory, torch_settings
-from hpctrain.parallel.hosts import fair_threads
+from hpctrain.parallel.hosts import decoding_threads, fair_threads
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
 from hpctrain.report.record import without_nonfinite
@@ -188,8 +188,9 @@ def open_split(network: TrainedNetwork, settings: NetworkConfig, comm: Comm) -> 
         return pack
 
     pack = on_root(comm, find_pack)
+    decoders = decoding_threads(comm, network.device.type)
     with on_all(comm):
-        return Split(pack, settings.split)
+        return Split(pack, settings.split, decoders)
 
 
 def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> Pack:

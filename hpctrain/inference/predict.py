@@ -24,6 +24,7 @@ from hpctrain.files import writing
 from hpctrain.inference.evaluate import draw_answers, open_network, open_split, picture_path
 from hpctrain.inference.network import Answer
 from hpctrain.inference.trained import Images, TrainedNetwork, list_images, refuse_unusable
+from hpctrain.parallel.hosts import decoding_threads
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_predictions, write_image
 from hpctrain.text import MOST_NAMED, listed, printable, say
@@ -40,7 +41,8 @@ def main(settings: PredictConfig, comm: Comm) -> int:
             raise agreed(UsageError(text))
         if settings.images:
             warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-            images = Images(network, on_root(comm, list_images, settings.images))
+            decoders = decoding_threads(comm, network.device.type)
+            images = Images(network, on_root(comm, list_images, settings.images), decoders)
             (restore if restores else classify)(network, images, settings, comm)
         else:
             with open_split(network, settings, comm) as split:

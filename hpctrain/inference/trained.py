@@ -189,9 +189,16 @@ class Images:
     name = "images"
 
     def __init__(
-        self, network: TrainedNetwork, images: Sequence[Path | Image.Image | np.ndarray]
+        self,
+        network: TrainedNetwork,
+        images: Sequence[Path | Image.Image | np.ndarray],
+        threads: int | None = None,
     ) -> None:
-        """Take paths, or arrays of `as_array` and images of Pillow. Raises UsageError."""
+        """Take paths, or arrays of `as_array` and images of Pillow. Raises UsageError.
+
+        Files are decoded by `threads` threads, by default as those of a `Split`.
+        """
+        self._threads = threads
         height, width, channels = self.image_shape = network.image_shape
         crop = network.metadata["provenance"].get("fit") == "crop"
         self._given, self._fit, self._scale = (
@@ -233,7 +240,7 @@ class Images:
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
 
-        with decode_threads() as threads:
+        with decode_threads(self._threads) as threads:
             list(threads.map(read, out, indices.tolist()))
 
     def _read(self, given: Any) -> np.ndarray:

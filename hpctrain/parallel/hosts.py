@@ -46,6 +46,16 @@ def core_share(comm: Comm) -> tuple[float, float]:
     return len(cores) / sharing, min(limits, default=math.inf)
 
 
+def decoding_threads(comm: Comm, device: str) -> int | None:
+    """Return how many threads of this rank decode JPEG files; None: as `Split` does. Collective.
+
+    On a GPU (`device` "cuda") they are as many as the rank's share of cores, which have little else
+    to do.
+    """
+    share = whole_cores(*core_share(comm))
+    return share if device == "cuda" else None
+
+
 class RankCores(NamedTuple):
     """What a rank knows of cores."""
 

@@ -146,8 +146,8 @@ class Run:
     def split(self, name: str) -> Split:
         """Open another split. It stays open: each of its samples is verified once."""
         if name not in self.splits:
-            read = self.splits["train"].pack
-            self.splits[name] = Split(read, name, verify=self.config.verify)
+            train = self.splits["train"]
+            self.splits[name] = Split(train.pack, name, train.threads, self.config.verify)
         return self.splits[name]
 
     def compare_ranks(self) -> None:

@@ -30,7 +30,7 @@ from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import choose_device, keep_memory, place
-from hpctrain.parallel.hosts import core_notes, fair_threads, scarcest_host
+from hpctrain.parallel.hosts import core_notes, decoding_threads, fair_threads, scarcest_host
 from hpctrain.parallel.mpi import (
     Comm,
     check_equal_on_all,
@@ -75,13 +75,15 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     pack = on_root(comm, find_pack, config)
     with on_all(comm):
         check_data(config, pack)
-        train = Split(pack, "train", verify=config.verify)
+    with on_all(comm):
+        device = choose_device(config.device, comm_of_host(comm).rank)
+    decoders = decoding_threads(comm, device.type)
+    with on_all(comm):
+        train = Split(pack, "train", decoders, config.verify)
     if pack.fit:
         from hpctrain.data.images import decoder_versions  # imports Pillow
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
-    with on_all(comm):
-        device = choose_device(config.device, comm_of_host(comm).rank)
     keep_memory()
     threads = cpu_threads(config, fair_threads(comm), begun)
     host = scarcest_host(comm)
@@ -320,7 +322,7 @@ def open_order(
         pack = stage(config.stage, source, needed, comm)
         source.close()
         with on_all(comm):
-            train = Split(pack, "train", verify=config.verify)
+            train = Split(pack, "train", source.threads, config.verify)
         order = order_of(train)
         doing("setting up")  # replaces the last piece that was staged
     with on_all(comm):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.emulator import REPORT
 from tests.support.launch import ROOT, mpirun, run, run_mpi
-from tests.support.packs import make_pack
+from tests.support.pictures import class_folders, make_pack
 
 pytestmark = pytest.mark.emulated_gpu
 TWO = {"HPCTRAIN_EMULATED_GPUS": "2"}
@@ -44,9 +44,12 @@ def test_a_thread_that_has_another_device_is_reported_once_for_each_call():
 
 
 RANK = """
-import sys, threading, emulated_gpu, numpy as np, torch
+import os, sys, threading, emulated_gpu
 import hpctrain as hp
-folder, failed = sys.argv[1], []
+from hpctrain.data import images
+folder, failed, asked, decode_threads = sys.argv[1], [], [], images.decode_threads
+os.sched_getaffinity = lambda pid: {*range(22)}  # for two ranks
+images.decode_threads = lambda threads=None: asked.append(threads) or decode_threads(threads)
 threading.excepthook = lambda args: failed.append(args.exc_value)
 config = hp.Config(
     data=f"{folder}/pack.h5", runs_dir=folder, run="a", device="cuda", epochs=2, batch_size=32,
@@ -57,15 +60,21 @@ trained = threading.Thread(target=hp.train, args=[config])
 trained.start()
 trained.join()
 assert not failed, failed
+hp.evaluate("a", runs_dir=folder, device="cuda", threads=1)
+assert asked == [11] * 4, asked  # train, validation, test, evaluate
 rank = hp.start_mpi().rank
 assert emulated_gpu.contexts() == [rank] and emulated_gpu.counts()["other_device"] == 0
 """
 
 
 def test_every_thread_of_a_rank_uses_its_gpu_alone(tmp_path):
-    """Also if a thread of the user's trains, and of a network on another GPU than the current."""
-    splits = {"train": 127, "validation": 20, "test": 31}
-    make_pack(tmp_path / "pack.h5", splits, shape=(13, 11, 3))
+    """Also if a thread of the user's trains, and of a network on another GPU than the current one.
+
+    As many threads decode as a rank has cores.
+    """
+    files = class_folders(tmp_path / "images", {"a": 51, "b": 43}, ".jpg", width=37, height=31)
+    flags = {"size": "17x13", "encoding": "jpeg", "split": "0.8,0.1,0.1"}
+    make_pack(files, tmp_path / "pack.h5", **flags)
     done = run_mpi(2, ["-c", RANK, str(tmp_path)], 100, TWO)
     assert done.returncode == 0 and REPORT not in done.stderr, done.stdout + done.stderr
     done = run([sys.executable, "-c", LOADED, str(tmp_path / "a")], 100, TWO, ROOT)
