@@ -348,6 +348,7 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
     for target in map(Path, targets):
         if target.is_dir():
             listing = list_folder(os.fspath(target))
+            listing.note_hidden()
             for text in listing.notes:
                 say(f"{target}: {text}", sys.stderr)
             if not listing.names:

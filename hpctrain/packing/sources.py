@@ -129,6 +129,9 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
                     f"{manifest} names {counted(len(missing), 'file')} that {path} does not hold:"
                     f" {listed_names(missing)}"
                 )
+            others = {*listing.names}.difference(source.names)
+            listing.add_note("left out, since not in the table", others)
+            source.notes += listing.notes
         else:
             source = read_class_folders(listing, str(path))
         source.name, source.kind, source.root = path.name, listing.kind, listing.root
@@ -190,6 +193,7 @@ def read_class_folders(listing: Listing, where: str) -> Source:
             f"class folders of {where} hold no file to train on: {listed_names(empty)}"
         )
     outside = (name for name, folder in zip(files, within, strict=True) if folder not in found)
+    listing.note_hidden()
     listing.add_note("left out, since outside of class folders", outside)
     for number in set(roots.values()):
         joined = ["/".join(root) for root, split in roots.items() if split == number]

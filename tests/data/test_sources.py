@@ -275,7 +275,7 @@ SYSTEM = [
     *("__MACOSX/b/._1.png", ".DS_Store", "a/.ipynb_checkpoints/1-checkpoint.png", "a/@eaDir/1.png"),
     *("$Recycle.Bin/a/1.png", "System Volume Information/1.png", "b/THUMBS.DB", "a/Desktop.ini"),
     *("#RECYCLE/x", "lost+found/1.png", ".Trash-1000/a/1.png", "@Recycle/1.png"),
-    "b/__pycache__/x.pyc",
+    *("b/__pycache__/x.pyc", "b/1.png:Zone.Identifier"),
 ]
 ANY_ARCHIVE = {
     "folder": lambda path, root: root,
@@ -295,7 +295,7 @@ def test_what_systems_leave_behind_is_counted_and_left_out(tmp_path, capfd, kind
     found = placed(make_pack(source, tmp_path / "a.h5", split="1"))
     assert found == {0: ("train", "a"), 1: ("train", "b")}
     note = f"left out, hidden or of the system: {len(SYSTEM)} names (#RECYCLE, $Recycle.Bin, "
-    assert note in (said := capfd.readouterr().err) and "and 3 more" in said
+    assert note in (said := capfd.readouterr().err) and "and 4 more" in said
 
 
 def test_folders_of_numbers_are_classes_in_the_order_of_numbers(tmp_path):
