@@ -250,6 +250,8 @@ class Training:
         if (code := self.launched.process.poll()) is not None:
             (self.run / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
             self.status, self.reason = self._outcome(code)
+            if self.status == "failed":
+                self.reason = f"{self.reason}{self.launched.memory_hint()}"
         return code is not None
 
     def _outcome(self, code: int) -> tuple[str, str | None]:
