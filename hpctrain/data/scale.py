@@ -38,6 +38,11 @@ class Scale(NamedTuple):
             return self.divisor == FULL[self.dtype]
         return self.divisor == 1 and 0 <= self.low <= self.high <= 1
 
+    @property
+    def reach(self) -> float:
+        """The largest absolute value of the network's input."""
+        return max(-self.low, self.high) / self.divisor
+
     def is_like(self, other: Scale) -> bool:
         """Whether both networks have inputs of one scale."""
         if self.is_full and other.is_full:

@@ -20,6 +20,7 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support.api import command_line
+from tests.support.external import read, write
 from tests.support.pictures import encode, picture
 
 QUICK = {"epochs": 1, "lr": 0.5, "threads": 1, "progress": "none"}
@@ -205,6 +206,7 @@ def test_files_have_one_answer(photos, tmp_path, channels, crop):
 X = np.random.default_rng(0).integers(0, 256, (40, SIDE, SIDE))
 X[:, 0, 0] = 255
 X[:, 0, 1] = 0
+LABELS = np.arange(len(X)) % 2
 MASKS = (X > 99).astype(np.uint8)
 HOUNSFIELD = (X * 12.0 - 1000).astype(np.float32)
 NETWORKS = {  # stored images, --max-value, what 1.0 is, the forms that have a meaning
@@ -267,10 +269,7 @@ def forms(stored, divisor, folder):
 def test_pictures_of_hdf5_files_have_one_answer(tmp_path, case):
     """What has no certain meaning is refused in one line that names the training's values."""
     stored, max_value, divisor, taken = NETWORKS[case]
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        file["x"] = stored
-        file["y"] = np.arange(len(X)) % 2
+    path = write(tmp_path / "a.h5", stored, LABELS)
     more = {} if max_value is None else {"max_value": max_value}
     run = train(tmp_path, path, images="x", labels="y", split="0.5,0.5", batch_size=10, **more)
     rows = predict(run)[1]
@@ -293,3 +292,48 @@ def test_pictures_of_hdf5_files_have_one_answer(tmp_path, case):
     images = images.astype("f4") if stored.dtype.kind == "f" else images
     assert np.allclose(export(run)(images), expected, atol=2e-6)
     assert all("give" in text for text in refused.values())
+
+
+OTHERS = {  # of a network, what other files are: divided by this, or what the refusal names
+    "bytes": {"pack": 255, "bytes": 255, "floats": 1, "16 bits": "uint16", "raw floats": "255"},
+    "16 bits": {"pack": 255, "bytes": 255, "16 bits": 65535, "floats": 1, "raw floats": "255"},
+    "bytes/255": {"pack": 255, "floats": 1, "raw floats": "from 0 to 255", "Hounsfield": "-1000"},
+    "bytes/100": {"pack": "is a pack", "bytes": 100, "floats": "0 to 1", "16 bits": "uint16"},
+    "12 bits": {"pack": "4080", "bytes": "uint8", "12 bits": 4095, "16 bits": "from 0 to 65535"},
+    "floats": {"pack": 255, "bytes": 255, "doubles as they are": 1, "16 bits": "uint16"},
+    "raw floats": {"pack": "is a pack", "bytes": 1, "floats": "from 0 to 1", "Hounsfield": "-1000"},
+    "Hounsfield": {"pack": "-1000", "bytes": "uint8", "floats": "from 0 to 1", "Hounsfield": 1},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_files_are_evaluated_in_the_scale_of_the_training(tmp_path, case):
+    """The loss is that of the network of torch on these values, or the file is refused."""
+    stored, max_value, _, _ = NETWORKS[case]
+    more = {} if max_value is None else {"max_value": max_value}
+    how = {"images": "x", "labels": "y", "split": "0.5,0.5", "batch_size": 10}
+    run = train(tmp_path, write(tmp_path / "a.h5", stored, LABELS), **how, **more)
+    hp.write_pack(tmp_path / "pack.h5", {"train": (X.astype("u1"), LABELS)}, "01")
+    model = hp.load(run, trust_code=True).model
+    for other, outcome in OTHERS[case].items():
+        path, images = tmp_path / "pack.h5", X.astype("u1")
+        if other != "pack":
+            images = NETWORKS[other][0]
+            path = write(tmp_path / "b.h5", images, LABELS)
+        given = {"data": str(path), "split": "train", "trust_code": True, "threads": 1}
+        if isinstance(outcome, str):
+            with pytest.raises(hp.UsageError, match=outcome) as caught:
+                hp.evaluate(run, **given)
+            assert path.name in str(caught.value) and "\n" not in str(caught.value)
+            continue
+        found = hp.evaluate(run, **given)
+        scores = model(torch.from_numpy((images / outcome).astype("f4"))[:, None])
+        losses = torch.nn.functional.cross_entropy(
+            scores, torch.from_numpy(LABELS), reduction="none"
+        )
+        if other == "pack":
+            expected = losses.mean().item()
+        else:  # half of them, which the run has drawn from this file as from its own
+            drawn = read(path, split="0.5,0.5", block_rows=0, max_value=1.0).splits["train"].rows
+            expected = losses[drawn.astype(int)].mean().item()
+        assert found.loss == pytest.approx(expected, rel=1e-4), other
