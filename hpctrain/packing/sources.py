@@ -283,18 +283,25 @@ def _refuse_other_roles(
         )
     if splits:
         raise UsageError(f"holds no split to train on, but {shown}")
-    if len(numbers) == len(tree) and 0 in numbers.values():
-        raise UsageError(f"holds splits ({shown}) without class folders")
     for name, below in tree.items():
         inner = _split_numbers(below)
         if len(inner) > 1 and 0 in inner.values():
             raise UsageError(f"holds splits ({listed_names(inner)}) within {brief(name)}")
-    words = [set(re.split("[^a-z]+", name.lower())) & {*SPLIT_NUMBERS} for name in tree]
-    if all(words) and set().union(*words) & {*ALIASES["train"]}:
+    alike = [_similar_splits(name, numbers) for name in tree]
+    if all(alike) and 0 in set().union(*alike):
         raise UsageError(f"holds folders that look like splits ({shown})")
     if any(tree.values()) and len({frozenset(below) for below in tree.values()}) == 1:
         inside = listed_names(next(iter(tree.values())), 3)
         raise UsageError(f"holds folders ({shown}) that all hold the same ones ({inside})")
+
+
+def _similar_splits(name: str, numbers: Mapping[str, int]) -> set[int]:
+    """Return the splits that a name means, or that it contains a word of: "train_images_v2"."""
+    words = re.split("[^a-z]+", name.lower())
+    similar = {SPLIT_NUMBERS[word] for word in words if word in SPLIT_NUMBERS}
+    if name in numbers:
+        similar.add(numbers[name])
+    return similar
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:

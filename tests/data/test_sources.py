@@ -112,6 +112,7 @@ def test_folders_of_the_names_of_splits_are_splits(tmp_path, refusal, names):
         ["train/a/1.png", "labels/1.txt"],
         ["x1/a/1.png", "x1/b/1.png", "x2/a/1.png", "x2/b/1.png"],
         ["train/1.png", "val/2.png"],
+        ["trainset/1.png", "testset/2.png"],
         ["train/a/1.png", "test/2.png"],
         ["train/train/1.png", "test/test/2.png"],
         ["pets/train/a/1.png", "pets/test/a/2.png", "docs/1.png"],
@@ -475,7 +476,7 @@ def test_a_table_names_files_with_back_slashes_or_other_accents(tmp_path, refusa
         rows[0] = (files[0], "b")
     root = tree(tmp_path / "images", files)
     table = tmp_path / "labels.tsv"
-    table.write_text("sep=;\npath;label\n" + "".join(f"{a};{b}\n" for a, b in rows) + ";\n")
+    table.write_text("sep=|\npath|label\n" + "".join(f"{a}|{b}\n" for a, b in rows) + "|\n")
     source = ANY_ARCHIVE[kind](tmp_path / "x", root)
     path = make_pack(source, tmp_path / "a.h5", manifest=table, split="1")
     assert {n: of[1] for n, of in placed(path).items()} == {0: "b", 1: "ä", 2: "ä", 3: "b"}
