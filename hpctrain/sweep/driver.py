@@ -211,7 +211,8 @@ def step_words(ranks: int) -> tuple[list[str], int]:
     if memory.isdigit() and int(memory):  # MiB; else one step takes it all and the others wait
         words.append(f"--mem={int(memory) * math.ceil(ranks / nodes) // max(tasks)}M")
     if any(name in env for name in ("SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")):
-        words.append("--gpus-per-task=1")
+        # Not bound, each task sees all GPUs of its step on its node: NCCL copies between them.
+        words += ["--gpus-per-task=1", "--gpu-bind=none"]
     return words, fit
 
 
