@@ -2,24 +2,34 @@
 
 They are imported with the current folder importable, as under ``python -m``. A function that a file
 names is imported only with --trust-code: others may have written the file.
+
+An error in code of the user's own is one line with file and line. Its traceback is written to a
+file in the folder of the run, once there is one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.errors import OwnCodeError, UsageError, did_you_mean
 from hpctrain.text import listed
 
 SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
 PACKAGE = str(Path(__file__).parents[1])
+NOT_NAMED = re.compile(f"{re.escape(PACKAGE)}|.*importlib")  # files
+LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
+_places: set[str] = set()  # folders, or files, of the modules that were imported for the user
+_traceback_file: Path | None = None
 
 
 class Imported(NamedTuple):
@@ -30,7 +40,7 @@ class Imported(NamedTuple):
     source: str  # the file of its module
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Call the function. Raises UsageError, with the line of its file, if it fails."""
+        """Call the function. Raises OwnCodeError, with the line of its file, if it fails."""
         try:
             return self.function(*given, **named)
         except (UsageError, MemoryError):
@@ -38,7 +48,7 @@ class Imported(NamedTuple):
         except (Exception, SystemExit) as error:
             if type(error).__name__ == "OutOfMemoryError":  # of a GPU: may be no fault of it
                 raise
-            raise UsageError(f"{self.setting} failed: {_cause(error, self.source)}") from error
+            raise own_code_error(f"{self.setting} failed", error) from error
 
     def check_arguments(self, form: str, *given: Any, **named: Any) -> None:
         """Raise UsageError unless the function can be called with these arguments, as in `form`."""
@@ -64,10 +74,11 @@ def import_function(name: str, flag: str) -> Imported:
     if sys.path[0] not in (folder, ""):
         sys.path.insert(0, folder)
     try:
+        _note_place(module_name)
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        text = f"{setting}: importing {module_name} in {folder} failed: {_cause(error)}"
-        raise UsageError(text) from error
+        text = f"{setting}: importing {module_name} in {folder} failed"
+        raise own_code_error(text, error) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         hint = did_you_mean(attribute, dir(module))
@@ -102,10 +113,86 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _cause(error: BaseException, source: str = "") -> str:
-    """Return the error with its line in the file `source`, or else in the last one not of ours."""
-    ours = re.compile(f"{re.escape(PACKAGE)}|.*importlib")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not ours.match(f.filename)]
-    own = [frame for frame in frames if frame.filename == source] or frames
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return one_line(error) + place
+def own_code_error(
+    text: str, error: BaseException, place: str = "", hint: str = ""
+) -> OwnCodeError:
+    """Return an error of one line for one in code of the user's own: `text`, the error, `hint`.
+
+    It names the last line of that code, and another `place`. The traceback is written to the file
+    of `tracebacks_in`.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_own_file(frame.filename)]
+    if not own and not place:  # a library's line is better than none
+        own = [frame for frame in frames if not NOT_NAMED.match(frame.filename)]
+    places = [file_and_line(own[-1].filename, own[-1].lineno)] if own else []
+    where = ", ".join([*places, place] if place else places)
+    what = one_line(error).partition(" Hint: ")[0]  # at torch's own settings
+    line = f"{text}: {what}{where and f' ({where})'}{hint}"
+    if _traceback_file:
+        try:
+            content = "".join(traceback.format_exception(error))
+            _traceback_file.write_text(content, encoding="utf-8", errors="replace")
+            line += f"; its traceback is in {_traceback_file}"
+        except OSError:  # a full disk: the line remains
+            pass
+    return OwnCodeError(line)
+
+
+@contextmanager
+def tracebacks_in(file: Path) -> Iterator[None]:
+    """Write the traceback of an error in code of the user's own to `file` in the block."""
+    global _traceback_file
+    before, _traceback_file = _traceback_file, file
+    try:
+        yield
+    finally:
+        _traceback_file = before
+
+
+def file_and_line(file: str, line: int | None) -> str:
+    """Return the name of a file, in the current folder without it, and a line."""
+    path = Path(file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}, line {line}"
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a source file is one of, or beside, a module that was imported for the user."""
+    for place in _places:
+        rest = file.removeprefix(place)
+        if rest != file and rest[:1] in ("", "/") and not file.startswith(PACKAGE + "/"):
+            return not LIBRARIES.search(rest)
+    return False
+
+
+def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return what code the settings name, after it was imported: what all ranks must have alike.
+
+    It is the SHA-256 of the file of each function's module, and the version of timm.
+    """
+    found: dict[str, object] = {}
+    for name, value in settings.items():
+        module = sys.modules.get(str(value).partition(":")[0])
+        if is_own(name, value):
+            file = getattr(module, "__file__", None)
+            content = Path(file).read_bytes() if file else b""
+            digest = hashlib.sha256(content).hexdigest()[:12]
+            found[f"the file of --{name} {value}"] = f"SHA-256 {digest}..."
+        elif name == "model" and module is not None and str(value).startswith("timm:"):
+            found["timm"] = module.__version__
+    return found
+
+
+def _note_place(module_name: str) -> None:
+    """Note where the code of a module lies: its package, or the folder of its file."""
+    try:
+        spec = importlib.util.find_spec(module_name.partition(".")[0])
+    except (ImportError, ValueError):  # ValueError: __main__ of a program or a notebook
+        return
+    if spec is None:
+        return
+    _places.update(map(str, spec.submodule_search_locations or ()))
+    if spec.origin and not spec.submodule_search_locations:
+        folder = str(Path(spec.origin).parent)
+        _places.add(spec.origin if LIBRARIES.search(f"{folder}/") else folder)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
+from hpctrain.config.functions import source_files
 from hpctrain.data.pack import External, Pack, is_pack, read_pack
 from hpctrain.data.scale import Scale
 from hpctrain.data.split import Bad, Split, describe_first
@@ -39,8 +39,6 @@ from hpctrain.report.record import without_nonfinite
 from hpctrain.tasks import ANSWERS, TAKEN, import_own
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started, waiting
-
-UNLIKE = 4  # times smaller values than those of the training are noted
 
 if TYPE_CHECKING:
     from hpctrain.inference.trained import Images, TrainedNetwork
@@ -156,6 +154,8 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
     with on_all(comm):
         device = choose_device(settings.device, mpi.comm_of_host(comm).rank)
         network = TrainedNetwork(path, device, settings.trust_code)
+    if code := source_files({"model": network.metadata["model"]}):
+        mpi.check_equal_on_all(comm, code)
     task, rows = network.inference.task, settings.batch_size or network.inference.rows
     task = replace(task, precision=settings.precision or task.precision)
     network.inference = network.inference._replace(task=task, rows=rows)
@@ -212,16 +212,11 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
         divisor = scale.divisor_for(stored.dtype, stored.low, stored.high)
     except UsageError as error:
         raise UsageError(f"{pack.path}: {error}") from None
-    if pack.external is None:
-        if divisor != stored.divisor:
-            bytes_of = f"{pack.path} is a pack, whose bytes are divided by 255"
-            raise UsageError(f"{bytes_of}, and the training was on {scale}: give an HDF5 file")
-        return pack
-    here = stored._replace(divisor=divisor)
-    if here.reach * UNLIKE < scale.reach:
-        say(f"{pack.path} holds {here}; the training was on {scale}", sys.stderr)
     if divisor == stored.divisor:
         return pack
+    if pack.external is None:
+        bytes_of = f"{pack.path} is a pack, whose bytes are divided by 255"
+        raise UsageError(f"{bytes_of}, and the training was on {scale}: give an HDF5 file")
     return read_external(path, External(**pack.external)._replace(max_value=divisor))
 
 
@@ -241,6 +236,8 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
                 untrusted = {name: own[name] for name in own if not getattr(settings, name)}
                 require_trust(untrusted, path, settings.trust_code)
                 of_user: Any = {name: import_own(own[name], f"--{name}") for name in own}
+            if code := source_files(own):
+                mpi.check_equal_on_all(comm, code)
             inference = inference._replace(task=replace(inference.task, **of_user))
             result = evaluate(inference, split, comm, kept=settings.mistakes)
             assert result is not None  # no block was skipped

@@ -24,7 +24,7 @@ from hpctrain.data.scale import FLOATS, FULL, Scale
 from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.inference.network import Inference, find_model
-from hpctrain.models import build, load_weights, read_model
+from hpctrain.models import build, input_like, load_weights, read_model
 from hpctrain.parallel.device import choose_device, place, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
@@ -85,7 +85,7 @@ class TrainedNetwork:
         self.scale: Scale = scale  # of the training's images
         #: All that the file holds: names of the network and the pack, step, figures and so on.
         self.metadata: dict[str, Any] = known
-        like = next(model.parameters())
+        like = input_like(model)
         task = make_task(known, len(classes), like)
         prepare = make_prepare(device, like.dtype, last, scaling)
         self.inference = Inference(model, task, prepare, known["evaluation_rows"])
@@ -269,8 +269,7 @@ def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
     """
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    is_whole = bool((finite == np.round(finite)).all())
-    divisor = scale.divisor_for(values.dtype.name, low, high, is_whole)
+    divisor = scale.divisor_for(values.dtype.name, low, high)
     if divisor == 1 and values.dtype.name in FLOATS:
         return values
     return values.astype(np.float32) * np.float32(1 / divisor)
@@ -349,7 +348,6 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
     for target in map(Path, targets):
         if target.is_dir():
             listing = list_folder(os.fspath(target))
-            listing.note_hidden()
             for text in listing.notes:
                 say(f"{target}: {text}", sys.stderr)
             if not listing.names:

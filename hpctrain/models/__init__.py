@@ -1,5 +1,12 @@
 """The networks: plain torch modules, built by name, and their weights in safetensors files."""
 
-from hpctrain.models.build import build, check_forward, evaluating, own_input
+from hpctrain.models.build import (
+    build,
+    check_forward,
+    check_types,
+    evaluating,
+    input_like,
+    own_input,
+)
 from hpctrain.models.init import InitialWeights, load_init
 from hpctrain.models.weights import as_bytes, load_weights, read_model, save_model, snapshot

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.config.functions import Imported, import_function, one_line
+from hpctrain.config.functions import (
+    Imported,
+    import_function,
+    one_line,
+    own_code_error,
+)
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import Autoencoder, DigitsNet
 from hpctrain.models.weights import TYPES
+from hpctrain.text import counted
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "autoencoder": Autoencoder,
@@ -34,6 +41,16 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "resnet34": resnet34,
     "resnet50": resnet50,
+}
+
+_NO_HALF = "--precision bf16 computes in bfloat16"
+#: Types of parameters, and what to do instead of training them.
+ADVICE = {
+    "float32": "",
+    "float64": "",
+    "float16": _NO_HALF,
+    "bfloat16": _NO_HALF,
+    "complex64": "make real parameters, and torch.view_as_complex of them in forward",
 }
 
 
@@ -61,6 +78,8 @@ def build(
         if not dense or value.dtype not in TYPES:
             text = f"{key} is no dense tensor of a type that weight files can hold"
             raise UsageError(f"--model {name}: {text}")
+        if value.is_meta:
+            raise UsageError(f"--model {name}: {key} is on the device meta: it holds no values")
     for tensor in (*model.parameters(), *model.buffers()):
         if not is_lazy(tensor) and 0 in tensor.stride():  # expanded: torch refuses to write into it
             tensor.data = tensor.data.clone()
@@ -80,28 +99,59 @@ def call(own: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.M
     return model
 
 
+def check_types(model: nn.Module) -> None:
+    """Raise UsageError unless the parameters that are trained are all float32, or all float64."""
+    first = ""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if advice := ADVICE.get(dtype, "another type cannot be summed"):
+            text = "parameters are trained in float32 or float64"
+            raise UsageError(f"parameter {name} is {dtype}: {text}; {advice}")
+        first = first or f"{name} {dtype}"
+        if not first.endswith(f" {dtype}"):
+            raise UsageError(
+                f"the network's parameters mix types, {first}, {name} {dtype}: use one"
+            )
+
+
+def input_like(model: nn.Module) -> Tensor:
+    """Return an empty tensor of the type of the network's images, on its device.
+
+    It is the type of the first parameter that is no integer; for complex numbers that of their
+    parts. Raises UsageError if all are integers.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            return torch.empty(0, dtype=parameter.dtype.to_real(), device=parameter.device)
+    raise UsageError("the network has no parameter of floating-point numbers to train")
+
+
 def check_forward(
     model: nn.Module, image_shape: tuple[int, int, int], output: tuple[int, ...]
 ) -> None:
     """Pass two black images (H, W, C) through `model` in evaluation mode.
 
-    Raises UsageError if that fails, and as `checked_output` and `check_names` do. Torch's
+    Raises UsageError if that fails, and as `check_output` and `check_names` do. Torch's
     generator is restored; lazy layers get their shapes.
     """
     height, width, channels = image_shape
-    weight = next(model.parameters())
-    images = torch.zeros((2, channels, height, width), dtype=weight.dtype, device=weight.device)
+    images = input_like(model).new_zeros((2, channels, height, width))
     names = set(model.state_dict())
     try:
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            checked_output(model, images, output)
+            check_output(model, model(images), len(images), output)
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         hint = size_hint(own_input(model).get("input_size"), image_shape)
-        raise UsageError(
+        raise own_code_error(
             f"the network cannot take images of {width}x{height}x{channels} (width, height,"
-            f" channels): {one_line(error)}{hint}"
+            " channels)",
+            error,
+            failing_layer(error, model),
+            hint,
         ) from error
     check_names(names, model.state_dict())
 
@@ -134,23 +184,41 @@ def check_names(before: Iterable[str], after: Iterable[str]) -> None:
         )
 
 
-def checked_output(model: nn.Module, images: Tensor, output: tuple[int, ...]) -> Tensor:
-    """Return the output for `images` (n, C, H, W) if it is a tensor of shape (n, *output).
+def check_output(model: nn.Module, found: Any, n: int, output: tuple[int, ...]) -> None:
+    """Raise UsageError unless `found`, the output for n images, is a tensor (n, *output).
 
-    `output` is (classes,) for classification and (C, H, W) for the restoration of images. Raises
-    UsageError otherwise.
+    `output` is (classes,) for classification and (C, H, W) for the restoration of images.
     """
-    found, n, mode = model(images), len(images), "training" if model.training else "evaluation"
-    if not isinstance(found, Tensor):
-        kind = type(found).__name__
-        raise UsageError(f"the network must return a tensor, not {kind}, in {mode} mode")
+    check_is_tensor(model, found)
     if found.shape != (n, *output):
         needs = f"the data has {output[0]} classes" if len(output) == 1 else "an image is learnt"
         raise UsageError(
-            f"the network gives an output of shape {tuple(found.shape)} for {n} images in {mode}"
-            f" mode; {needs}, so it must give {(n, *output)}"
+            f"the network gives an output of shape {tuple(found.shape)} for {counted(n, 'image')}"
+            f" in {mode_of(model)} mode; {needs}, so it must give {(n, *output)}"
         )
-    return found
+
+
+def check_is_tensor(model: nn.Module, found: Any) -> None:
+    """Raise UsageError unless the output `found` of a network is a tensor."""
+    if not isinstance(found, Tensor):
+        kind = type(found).__name__
+        raise UsageError(f"the network must return a tensor, not {kind}, in {mode_of(model)} mode")
+
+
+def mode_of(model: nn.Module) -> str:
+    """Return "training" or "evaluation"."""
+    return "training" if model.training else "evaluation"
+
+
+def failing_layer(error: BaseException, model: nn.Module) -> str:
+    """Return "layer NAME (TYPE)", the innermost module of `model` in which an error was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    last = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if name := names.get(id(module)):
+            last = f"layer {name}, {type(module).__name__}"
+    return last
 
 
 def make_of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:

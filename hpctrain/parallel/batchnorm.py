@@ -76,7 +76,8 @@ class BatchNorms:
             for name in ("running_mean", "running_var", "num_batches_tracked")
         )
         self._buffers = means + variances
-        like = means[0] if layers else next(model.parameters())
+        real = (parameter for parameter in model.parameters() if not parameter.is_complex())
+        like = means[0] if layers else next(real)
         # running means and variances, and the shift: what a step updates
         self._state = like.new_zeros(3, self.channels)
         self.running, self.shift = self._state[:2], self._state[2]  # (2, C), (C,)

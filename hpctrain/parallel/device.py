@@ -52,7 +52,6 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     each rank only its own. Raises UsageError if CUDA is requested and missing, or if a GPU cannot
     be used.
     """
-    _choose_slice(local_rank)
     count = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and count == 0:
         why = "" if built_for() else " (this torch was built without GPUs)"
@@ -67,16 +66,6 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         text = f"GPU {device.index} of {count} cannot be used ({first_line(error)})"
         raise UsageError(f"{text}: python -m hpctrain doctor shows more") from error
     return device
-
-
-def _choose_slice(local_rank: int) -> None:
-    """Leave this rank's slice alone in CUDA_VISIBLE_DEVICES, if it lists slices of GPUs (MIG).
-
-    A process can use one slice, and CUDA would take the first of the list in each.
-    """
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if all(name.strip().startswith("MIG-") for name in names):
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank % len(names)]
 
 
 class RankDevice(NamedTuple):
@@ -320,6 +309,7 @@ def _set_debug_mode(mode: int) -> None:
 
 NO_MEMORY = re.compile("can't allocate memory|out of memory")  # words of torch, and of CUDA
 REFUSAL = "does not have a deterministic implementation"  # torch's words
+OF_DEVICE = re.compile("(CUDA|HIP) error|(CUDNN|CUBLAS|MIOPEN|HIPBLAS)_STATUS|miopenStatus")
 
 
 @functools.cache
@@ -341,6 +331,14 @@ def hardware_key(device: torch.device) -> str:
         parts += [torch.cuda.get_device_name(device), built_for()]
         parts.append(f"{name} {torch.backends.cudnn.version()}")
     return ", ".join(parts)
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether an error is none of the code that was running, but of memory, a GPU or a setting."""
+    text = str(error)
+    if isinstance(error, MemoryError) or NO_MEMORY.search(text) or REFUSAL in text:
+        return True
+    return bool(OF_DEVICE.search(text)) or type(error).__module__.startswith("torch._dynamo")
 
 
 @contextmanager

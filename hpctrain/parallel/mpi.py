@@ -17,6 +17,7 @@ import hashlib
 import os
 import socket
 import sys
+import time
 import traceback
 from array import array
 from collections.abc import Callable, Iterator
@@ -31,9 +32,9 @@ from hpctrain.cluster import (
     require_mpi_launcher,
 )
 from hpctrain.cores import core_count
-from hpctrain.errors import Failure, UsageError, first_line
+from hpctrain.errors import Failure, OwnCodeError, UsageError, first_line
 from hpctrain.fault import fault
-from hpctrain.watchdog import MPI_INIT, current, doing, limit_time, waiting
+from hpctrain.watchdog import MPI_INIT, current, doing, waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -221,6 +222,8 @@ def conclude(error: BaseException) -> int:
             if world.rank == 0 and (launched_rank() == 0 or launched_size() is None):
                 print(f"hpctrain: {text}", file=sys.stderr, flush=True)
             return code
+        if isinstance(error, OwnCodeError) and world.rank:
+            time.sleep(1.0)  # if rank 0 fails alike, its line is the only one
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     elif isinstance(error, BrokenPipeError) and world.size == 1:
@@ -238,11 +241,9 @@ def conclude(error: BaseException) -> int:
 
 def end_mpi() -> None:
     """Call MPI_Finalize, within a time limit, as the last action of a program. Collective."""
-    faulthandler.dump_traceback_later(FINALIZE_LIMIT, file=2)
-    limit_time(FINALIZE_LIMIT)
+    faulthandler.dump_traceback_later(FINALIZE_LIMIT, exit=True, file=2)
     fault("mpi.ending")
     MPI.Finalize()
-    limit_time(0)
     faulthandler.cancel_dump_traceback_later()
 
 

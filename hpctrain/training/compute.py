@@ -18,9 +18,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hpctrain.errors import RunError, UsageError, first_line
+from hpctrain.errors import OwnCodeError, RunError, UsageError, first_line
 from hpctrain.parallel.message import Message
 from hpctrain.streams import GraphRecorder
+from hpctrain.tasks import explain_network
 
 Pair = tuple[Tensor, Tensor]  # sum of the samples' losses, number of correct ones, on the device
 # model, inputs (n, C, H, W), targets
@@ -45,7 +46,8 @@ class Eager:
         # backward() would import the compiler's symbolic shapes.
         share = self._shares[total]
         loss.register_hook(lambda ones: share)
-        loss.backward()
+        with explain_network(self._model, len(inputs), "failed in backward"):
+            loss.backward()
         self._message.add_gradients()
         return loss.detach(), correct
 
@@ -94,9 +96,12 @@ class Graphs:
             own = inputs.clone(), targets.clone()  # strides are kept
             try:
                 graph = self._record(partial(self._backward, *own, total))
-            except RuntimeError as error:
+            except (RuntimeError, OwnCodeError) as error:
                 # The error at the end of a recording hides that of the operation which failed.
-                words = f"cannot be recorded: {first_line(error.__context__ or error)}; do without"
+                failed = error.__context__ or error
+                if isinstance(failed, OwnCodeError):
+                    failed = failed.__context__ or failed
+                words = f"cannot be recorded: {first_line(failed)}; do without"
                 raise RunError(f"--cuda-graphs: this network's step {words}") from error
             self._graphs[shape] = (own, *graph)
         own, found, launch = self._graphs[shape]

@@ -7,31 +7,60 @@ In training and in evaluation mode, the same samples pass forward twice, with th
 numbers, and others between them. Both outputs, and all buffers before and after, must be bitwise
 equal. On GPUs without --deterministic, sums may be added in another order each time, and only the
 buffers are compared. State that begins to change later is not seen.
+
+In evaluation mode the output for a sample must depend on that sample alone (`check_samples`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from hpctrain.config import Config
+from hpctrain.config.functions import file_and_line, is_own_file
 from hpctrain.data.loader import Prepare, read_samples
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import OwnCodeError, RunError, UsageError
 from hpctrain.models import as_bytes, evaluating
-from hpctrain.models.build import check_names, checked_output
+from hpctrain.models.build import check_names, check_output, mode_of
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.device import explain_errors, fork_rng, seed_torch, without_benchmark
-from hpctrain.tasks import Task, check_task, network_output, output_shape
+from hpctrain.parallel.device import (
+    explain_errors,
+    fork_rng,
+    place,
+    seed_torch,
+    torch_settings,
+    without_benchmark,
+)
+from hpctrain.plan import Plan
+from hpctrain.tasks import (
+    RELATIVE,
+    Task,
+    check_task,
+    explain_network,
+    network_output,
+    output_shape,
+)
 from hpctrain.text import listed
 
 FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them
 ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number
+Forward = Callable[[Tensor], Tensor]
 
 
 @without_benchmark()
@@ -41,10 +70,11 @@ def probe_model(
     """Run training forwards of the first samples, and check that they can be repeated.
 
     Raises UsageError for samples that are not finite, for outputs, layers or buffers that cannot be
-    combined over shards, for what changes from call to call and, with --deterministic, for
-    operations without a deterministic form.
+    combined over shards, for what changes from call to call, for what is computed from other
+    samples and, with --deterministic, for operations without a deterministic form. Raises
+    OwnCodeError, with file and line, if the network fails.
     """
-    model, rows = norms.model, np.arange(min(FIRST_ROWS, len(source)))
+    rows = np.arange(min(FIRST_ROWS, len(source)))
     try:
         images = read_samples(source, rows, prepare)
     except RunError as error:
@@ -52,22 +82,59 @@ def probe_model(
     labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)
-    check_task(task, model, inputs, targets)
     shape = output_shape(config.task, source.image_shape, task.classes)
-    checked = partial(checked_output, model, output=shape)
-
-    def forward(inputs: Tensor) -> Tensor:
-        return network_output(checked, inputs, task.precision).detach()
-
     torch.manual_seed(key)
+    try:
+        return check_network(norms, task, inputs, targets, shape, config)
+    except OwnCodeError as error:
+        plain = inputs.clone(memory_format=torch.contiguous_format)
+        check = partial(check_network, norms, task, plain, targets, shape, config)
+        if not config.channels_last or not works_in_nchw(norms, check):
+            raise
+        text = f"{error}; with --no-channels-last it works: tensors are NHWC in memory by default"
+        raise OwnCodeError(text) from error.__cause__
+
+
+def works_in_nchw(norms: BatchNorms, check: Callable[[], object]) -> bool:
+    """Whether a check that failed passes with the model, which is not used again, in NCHW."""
+    model = norms.model
+    place(model, next(model.parameters()).device, channels_last=False)
+    model.zero_grad()
+    norms.restore()
+    try:
+        check()
+    except Exception:  # of the user's code; the first error is the one to show
+        return False
+    return True
+
+
+def check_network(
+    norms: BatchNorms,
+    task: Task,
+    inputs: Tensor,
+    targets: Tensor,
+    shape: tuple[int, ...],
+    config: Config,
+) -> Probe:
+    """Run the checks of `probe_model` with inputs (n, C, H, W); an output has this `shape`."""
+    model, key = norms.model, random_key(config.seed, "probe")
+
+    def forward(inputs: Tensor, precision: str = task.precision) -> Tensor:
+        output = network_output(model, inputs, precision)
+        check_output(model, output, len(inputs), shape)
+        return output.detach()
+
+    check_task(task, model, inputs, targets)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     names = {*model.state_dict(), *dict(model.named_buffers())}
     with explain_errors(UsageError):
-        probe = norms.probe(lambda: forward(inputs), len(rows))
+        given = inputs.clone()
+        probe = norms.probe(lambda: forward(inputs), len(inputs))
+        check_unchanged_input(model, given, inputs)
         check_names(names, {*model.state_dict(), *dict(model.named_buffers())})
-        # only in backward torch refuses some operations, and checkpoints run layers again
-        loss, _ = task(model, inputs[:2], targets[:2])
-        loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
-        model.zero_grad()
+        check_backward(model, task, inputs[:2], targets[:2])
+        if trained != [name for name, p in model.named_parameters() if p.requires_grad]:
+            raise UsageError("the network changes requires_grad of its parameters in forward")
         if again := norms.irregular():
             raise UsageError(
                 f"batch-norm layer {listed(again, 3)} does not run exactly once in a step: its"
@@ -77,8 +144,54 @@ def probe_model(
     exact = config.deterministic or inputs.device.type == "cpu"
     check_repeats(norms, forward, inputs, key, exact)
     with evaluating(model), torch.no_grad():
+        forward(inputs[:2])
+        check_unchanged_input(model, given, inputs)
         check_repeats(norms, forward, inputs, key, exact)
+        with torch_settings("fp32", config.deterministic, benchmark=False), without_zeros(model):
+            check_samples(model, partial(forward, precision="fp32"), inputs[:ROWS], key)
     return probe
+
+
+def check_unchanged_input(model: nn.Module, before: Tensor, after: Tensor) -> None:
+    """Raise UsageError if a network has changed its input (n, C, H, W) in place."""
+    if not torch.equal(before, after):
+        raise UsageError(
+            f"the network changes its input in place in {mode_of(model)} mode: compute with a copy"
+            " (x = x - 1, not x -= 1; no inplace=True in the first layer)"
+        )
+
+
+def check_backward(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor) -> None:
+    """Run a training step without an update.
+
+    Only in backward torch refuses some operations, and checkpoints run layers again. Raises
+    UsageError if nothing is trained by it, and OwnCodeError if it fails.
+    """
+    loss, _ = task(model, inputs, targets)
+    if not loss.requires_grad:
+        raise UsageError(
+            "the network's output depends on none of its trained parameters: torch.no_grad(),"
+            " detach(), or the output is the input"
+        )
+    line = partial(line_of_backward, lambda: task(model, inputs, targets)[0])
+    with explain_network(model, len(inputs), "failed in backward", line):
+        loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
+    model.zero_grad()
+
+
+def line_of_backward(forward: Callable[[], Tensor]) -> str:
+    """Return file and line, of the user's own, of the operation whose backward pass fails."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.detect_anomaly(check_nan=False):
+                forward().backward()
+        except Exception:  # the same again; torch warns where the operation was called
+            text = "".join(str(warning.message) for warning in caught)
+            lines = re.findall(r'File "(.+)", line (\d+)', text)
+            own = [file_and_line(file, int(line)) for file, line in lines if is_own_file(file)]
+            return f"computed in {own[-1]}" if own else ""
+    return ""
 
 
 def check_repeats(
@@ -114,3 +227,212 @@ def check_repeats(
             " equal images and random numbers: what is learnt would depend on how many each rank"
             " does. Only batch norm may change buffers"
         )
+
+
+# A sample alone
+
+
+@contextmanager
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """Fill parameters that are all zero with random numbers in the block.
+
+    Many networks begin with such a classifier, or end of a residual block: it hides what is before.
+    """
+    generator, zeros = torch.Generator().manual_seed(0), []
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            zeros.append((parameter, parameter.detach().clone()))
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.1 * drawn)
+    try:
+        yield
+    finally:
+        for parameter, before in zeros:
+            parameter.copy_(before)
+
+
+def check_samples(model: nn.Module, forward: Forward, inputs: Tensor, key: int) -> None:
+    """Check that the output for a sample depends on that sample alone, in evaluation mode.
+
+    The first of the `inputs` (n, C, H, W) passes forward in their batch, beside other images with
+    other random numbers, at the end of a smaller batch, and alone. Raises UsageError that says what
+    it depends on, and names the first layer whose output does.
+    """
+    first, others = inputs, inputs.flip(-1).roll(1, 0)
+    beside = torch.cat([first[:1], others[1:]])
+    last = torch.cat([others[1:2], first[:1]])
+    given = Batch(first, 0, key)
+    with fork_rng(inputs.device):
+        whole = given.pass_through(forward)
+        if not torch.equal(first, inputs):
+            raise UsageError(
+                "the network changes its input in place in evaluation mode: compute with a copy"
+                " (x = x - 1, not x -= 1; no inplace=True before the first layer)"
+            )
+        if not whole.isfinite().any():
+            raise UsageError(not_finite(model, forward, given))
+        if not whole.isfinite().all():
+            return
+        seed = key + 1
+        tests = Batch(beside, 0, seed), Batch(last, len(last) - 1, seed), Batch(first[:1], 0, seed)
+        if all(is_close(whole, each.pass_through(forward), whole) for each in tests):
+            return
+        for what, batch in (
+            ("torch's random numbers", Batch(first, 0, seed)),
+            ("the other images of the batch", Batch(beside, 0, key)),
+            ("its place in the batch", Batch(first.flip(0), len(first) - 1, key)),
+            ("the number of images in the batch", Batch(first[:1], 0, key)),
+        ):
+            if not is_close(whole, batch.pass_through(forward), whole):
+                raise UsageError(depends(what, find_layer(model, forward, given, batch)))
+
+
+def depends(what: str, where: str = "") -> str:
+    """Return the error for a network of which an output depends on more than the image."""
+    return (
+        f"in evaluation mode the network's output for an image depends on {what}{where}: it must"
+        " depend on that image alone, because batches are cut into shards, and splits into blocks"
+    )
+
+
+class Batch(NamedTuple):
+    """Inputs in which the sample that is compared is at `row`, and a seed for random numbers."""
+
+    inputs: Tensor  # (n, C, H, W)
+    row: int
+    seed: int
+
+    def pass_through(self, forward: Forward) -> Tensor:
+        """Return the output for the sample."""
+        seed_torch(self.seed, self.inputs.device)
+        return forward(self.inputs.clone(memory_format=torch.preserve_format))[self.row]
+
+
+def is_close(first: Tensor, second: Tensor, scale: Tensor) -> bool:
+    """Whether two results for a sample are equal but for rounding; `scale` has its magnitudes."""
+    if first.shape != second.shape:
+        return False
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    limit = RELATIVE * float(scale.abs().max()) if scale.numel() else 0.0
+    return torch.allclose(first, second, RELATIVE, limit, equal_nan=True)
+
+
+class Call(NamedTuple):
+    """What a module got and gave for the sample; None where it cannot be told from others."""
+
+    module: nn.Module
+    given: Tensor | None
+    output: Tensor | None
+
+
+def record_calls(model: nn.Module, forward: Forward, batch: Batch) -> list[Call]:
+    """Pass a batch forward; return the calls of all modules, in the order in which they ended."""
+    calls: list[Call] = []
+    given: list[Tensor | None] = []
+    modules = {*model.modules()}
+
+    def of_sample(values: Any) -> Tensor | None:
+        value = values[0] if isinstance(values, tuple | list) and values else values
+        if isinstance(value, Tensor) and value.dim() and len(value) == len(batch.inputs):
+            return value[batch.row].detach().clone()
+        return None
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        given.append(of_sample(inputs))
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        of_inputs = given.pop()
+        if module in modules:
+            calls.append(Call(module, of_inputs, of_sample(output)))
+
+    with register_module_forward_pre_hook(before), register_module_forward_hook(after):
+        batch.pass_through(forward)
+    return calls
+
+
+def find_layer(model: nn.Module, forward: Forward, first: Batch, second: Batch) -> str:
+    """Return where the results for a sample begin to differ between two batches; "" = not known."""
+    names = {module: name for name, module in model.named_modules()}
+    pairs = zip(
+        record_calls(model, forward, first), record_calls(model, forward, second), strict=False
+    )
+    for one, other in pairs:
+        if one.module is not other.module or one.output is None or other.output is None:
+            continue
+        if is_close(one.output, other.output, one.output):
+            continue
+        kind, name = type(one.module).__name__, names[one.module]
+        layer = f"layer {name}, {kind}" if name else f"forward of {kind}"
+        if one.given is None or other.given is None:
+            return f" (seen first in {layer})"
+        if is_close(one.given, other.given, one.given):
+            return f" ({layer}{by_design(one.module)})"
+        return f" (computed before {layer})"
+    return ""
+
+
+def by_design(module: nn.Module) -> str:
+    """Return why the output of a module of torch depends on more than a sample, or ""."""
+    if isinstance(module, _NormBase | _DropoutNd) and module.training:
+        return ", which the network's own train() or eval() leaves in training mode"
+    if isinstance(module, _NormBase) and module.running_mean is None:
+        return (
+            ", by design: with track_running_stats=False it normalizes by the statistics of the"
+            " batch in evaluation, too"
+        )
+    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return ", by design: it draws its regions at random"
+    if getattr(module, "batch_first", True) is False:
+        return ", by design: without batch_first=True the first axis is not the batch"
+    return ""
+
+
+def not_finite(model: nn.Module, forward: Forward, batch: Batch) -> str:
+    """Return the error for a network without a finite output, with the first tensor that is not."""
+    text = "the network's output is not finite before the first step"
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            return f"{text}: nor is its parameter {name}"
+    names = {module: name for name, module in model.named_modules()}
+    for call in record_calls(model, forward, batch):
+        if call.output is not None and not call.output.isfinite().all():
+            name = names[call.module] or "forward"
+            return f"{text}: seen first in {name}, {type(call.module).__name__}"
+    return text
+
+
+# The sizes of the plan
+
+
+@without_benchmark()
+def check_sizes(
+    norms: BatchNorms, task: Task, source: Split, prepare: Prepare, plan: Plan, splits: list[int]
+) -> None:
+    """Pass the smallest share of a step, and the smallest block of an evaluation, forward.
+
+    `splits` are the numbers of samples in those that are evaluated. Larger sizes behave as those of
+    `probe_model`. Raises UsageError as that does.
+    """
+    model = norms.model
+    shares = [rows for rows in (*plan.partition.shares, *plan.partition.last) if rows]
+    blocks = [rows % plan.evaluation_rows or plan.evaluation_rows for rows in splits if rows]
+    most = min(ROWS, len(source))
+    if min(shares + blocks) >= most:
+        return
+    images = read_samples(source, np.arange(most), prepare)
+    labels = torch.from_numpy(source.read_labels(np.arange(most))).to(images.device)
+    key = random_key(0, "sizes")
+    inputs, targets = task.pair(images, labels, key)
+    with fork_rng(images.device):
+        if min(shares) < most:
+            check_backward(model, task, inputs[: min(shares)], targets[: min(shares)])
+            norms.restore()
+        if 1 < min(blocks, default=1) < most:
+            with evaluating(model), torch.no_grad(), without_zeros(model):
+                block = Batch(inputs[: min(blocks)], 0, key)
+                forward = partial(network_output, model, precision="fp32")
+                alone = Batch(inputs[:1], 0, key).pass_through(forward)
+                if not is_close(alone, block.pass_through(forward), alone):
+                    size = f"the number of images in the batch ({len(block.inputs)} or 1)"
+                    raise UsageError(depends(size))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import ClassWeights, Config, Every
-from hpctrain.config.functions import is_own
+from hpctrain.config.functions import is_own, source_files
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
@@ -25,7 +25,15 @@ from hpctrain.data.scale import Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model, require_split
-from hpctrain.models import InitialWeights, build, check_forward, load_init, read_model
+from hpctrain.models import (
+    InitialWeights,
+    build,
+    check_forward,
+    check_types,
+    input_like,
+    load_init,
+    read_model,
+)
 from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
@@ -50,7 +58,7 @@ from hpctrain.tasks import (
 from hpctrain.text import brief, counted, listed
 from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.optimizer import freeze
-from hpctrain.training.probe import FIRST_ROWS, probe_model
+from hpctrain.training.probe import FIRST_ROWS, check_sizes, probe_model
 from hpctrain.training.run import Run
 from hpctrain.training.scaling import choose_scaling
 from hpctrain.training.staging import stage
@@ -92,18 +100,22 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     # Network: what it learns, how its input is scaled, what it does with the first samples
     with on_all(comm):
         model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
-    like = next(model.parameters())
     place(model, device, config.channels_last)
     with on_all(comm):
         frozen = freeze(model, config.freeze)
+        check_types(model)
+        like = input_like(model)
     weights = on_root(comm, find_class_weights, config.class_weights, train)
     precision = begun.precision if begun else config.precision
     resolved = {"precision": precision, "class_weights": weights}
     with on_all(comm):
         own = import_own(config.loss, "--loss"), import_own(config.metric, "--metric")
+        function = import_own(config.augment, "--augment")
         task = make_task({**vars(config), **resolved}, len(pack.classes), like, *own)
         scaling, why = choose_scaling(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
+    if code := source_files(vars(config)):
+        check_equal_on_all(comm, code)
     prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
     probe = on_root(comm, probe_model, norms, task, train, prepare, config)
 
@@ -124,6 +136,8 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         scaling=scaling,
     )
     plan = on_root(comm, lambda: extend(begun, config, facts) if begun else resolve(config, facts))
+    sizes = [info.samples for name, info in pack.splits.items() if name != "train"]
+    on_root(comm, check_sizes, norms, task, train, prepare, plan, sizes)
     with on_all(comm):
         shards = assign_shards(plan.shards, comm.size, config.worker_load or ())
 
@@ -141,8 +155,6 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     train, order = open_order(config, plan, train, own_shards, comm)
     augmentation = Augmentation(config.flip, config.shift)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
-    with on_all(comm):
-        function = import_own(config.augment, "--augment")
     if function:
         rows, key = np.arange(min(FIRST_ROWS, len(train))), random_key("own functions")
         on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
@@ -258,6 +270,8 @@ def make_model(
     torch.manual_seed(random_key(config.seed, "weights"))
     shape, classes = pack.image_shape, len(pack.classes)
     model = build(model_name(config, shape), shape, classes, config.small_stem)
+    if not config.freeze:  # else it may freeze other types
+        check_types(model)
     check_forward(model, shape, output_shape(config.task, shape, classes))
     init = None
     if config.init and first_weights:

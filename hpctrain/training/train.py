@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpctrain.cluster import LEFT
 from hpctrain.config import Config
+from hpctrain.config.functions import tracebacks_in
 from hpctrain.errors import Failure, RunError
 from hpctrain.models import read_model
 from hpctrain.parallel.device import explain_errors, torch_settings
@@ -94,6 +95,8 @@ def run_training(
         with on_all(comm):
             if watchdog := current():
                 watchdog.keep_in(run.folder / HEARTBEATS)
+        file = f"traceback-{comm.rank}.txt"  # of each rank: code of the user's own may fail on one
+        stack.enter_context(tracebacks_in(run.folder / file))
         stack.enter_context(together(comm))
         record = Recorder(mine, config.progress, config.tensorboard, first)
         run.recorder = stack.enter_context(record)

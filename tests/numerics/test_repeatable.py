@@ -30,6 +30,33 @@ REFUSED = {
 }
 
 
+#: Networks whose output for an image depends on more than the image, and what is said of them.
+COUPLED = {
+    "mean": "the other images of the batch (computed before layer linear, Linear)",
+    "zeros": "the other images of the batch (computed before layer linear, Linear)",
+    "softmax": "the other images of the batch (forward of Coupled)",
+    "sorting": "the other images of the batch (forward of Coupled)",
+    "sums_before": "its place in the batch (forward of Coupled)",
+    "neighbour": "the other images of the batch (forward of Coupled)",
+    "place": "its place in the batch (forward of Coupled)",
+    "size": "the number of images in the batch (forward of Coupled)",
+    "draws": "torch's random numbers (forward of Coupled)",
+    "groups": "the other images of the batch (forward of Coupled)",
+    "attention": "the other images of the batch (layer layer, MultiheadAttention, by design:"
+    " without batch_first=True",
+    "statistics": "the other images of the batch (layer layer, BatchNorm1d, by design: with"
+    " track_running_stats=False",
+    "training": "torch's random numbers (layer layer, Dropout, which the network's own train()",
+}
+OTHERS = {
+    "input": "changes its input in place in training mode",
+    "nothing": "is not finite before the first step",
+    "one": "output of shape (10,) for 1 image in evaluation mode",
+    "no_gradient": "depends on none of its trained parameters",
+    "freezing": "changes requires_grad",
+}
+
+
 def network(kind: str) -> dict[str, str]:
     return {"model": f"tests.support.nets:{'remembering_' * kind.islower()}{kind}"}
 
@@ -42,6 +69,27 @@ def test_a_network_that_changes_from_call_to_call_is_refused(comm, short, kind):
     text = str(caught.value)
     assert REFUSED[kind] in text and "\n" not in text
     assert comm.allgather(text) == [text] * comm.size
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", [*COUPLED, *OTHERS])
+def test_a_network_that_looks_beyond_the_image_is_refused(comm, short, kind):
+    with pytest.raises(hp.UsageError) as caught:
+        hp.train(**short | {"model": f"tests.support.nets:coupled_{kind}"})
+    text = str(caught.value)
+    if kind in COUPLED:
+        said = "in evaluation mode the network's output for an image depends on "
+        assert text.startswith(said + COUPLED[kind])
+    assert {**COUPLED, **OTHERS}[kind] in text and "\n" not in text
+    assert comm.allgather(text) == [text] * comm.size
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["digits", "resnet50", "tests.support.nets:Tiny"])
+def test_rounding_and_zero_weights_are_no_reason_to_refuse(comm, short, model, precision):
+    settings = short | {"model": model, "precision": precision, "test": False}
+    assert hp.train(**settings | {"dry_run": True}).status == "planned"
 
 
 @pytest.mark.ranks(2)

@@ -40,6 +40,25 @@ def test_a_buffer_that_differs_before_the_first_step_is_refused(settings):
     assert refused.error.startswith("the model's offset differs between ranks: ")
 
 
+@pytest.mark.parametrize("setting", ["model", "loss", "metric", "augment"])
+def test_functions_of_the_user_are_of_equal_files_on_all_ranks(settings, setting, tmp_path):
+    module = "nets" if setting == "model" else "own_functions"
+    names = {"model": "OneLayer", "augment": "mirror"}
+    function = f"tests.support.{module}:{names.get(setting, 'cross_entropy')}"
+    other = tmp_path / "other.py"
+    other.write_text("# of an earlier version\n")
+
+    def another(patch):
+        if cluster.launched_rank() == LAST:
+            patch.setattr(f"tests.support.{module}.__file__", str(other))
+
+    refused = launch(settings | {setting: function}, first=another)
+    assert refused.code == 2 and not run_of(settings).exists()
+    said = f"the file of --{setting} {function} differs between ranks: SHA-256 "
+    assert refused.error.startswith(said) and refused.error.endswith(" on rank 2")
+    assert launch(settings | {setting: function}, dry_run=True).code == 0
+
+
 def fail_on(ranks):
     def fail(patch):
         if cluster.launched_rank() in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import hpctrain as hp
-from tests.support import own_functions
+from tests.support import launch, nets, own_functions
 from tests.support.packs import make_pack
 from tests.support.pictures import arrays
 from tests.support.ranks import command
@@ -104,6 +105,93 @@ def test_a_function_that_fails_later_is_one_line(pack, setting):
     (line,) = ended.err.splitlines()
     assert ended.code in (1, 2)
     assert f"--{setting} {own('fails_later')}" in line and "own_functions.py, line " in line
+
+
+FAILING = {
+    "training": "failed in training mode on 32 images: KeyError: 'teacher' (tests/support/nets.py",
+    "exit": "failed in training mode on 32 images: SystemExit: 3 (tests/support/nets.py",
+    "small": "failed in training mode on 5 images: AssertionError: five (tests/support/nets.py",
+    "backward": "failed in backward in training mode on 2 images: RuntimeError: one of the"
+    " variables needed for gradient computation has been modified by an inplace operation",
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_network_that_fails_is_one_line_before_the_first_step(pack, kind):
+    ended = train_failing(pack, kind, ranks=1 if kind == "small" else 3)
+    (line,) = ended.err.splitlines()
+    assert ended.code == 2 and line.startswith(f"hpctrain: the network {FAILING[kind]}")
+    assert "nets.py, line " in line and not (pack.parent / "runs").exists()
+    assert kind != "backward" or "(computed in tests/support/nets.py, line " in line
+
+
+@pytest.mark.parametrize(("kind", "inside"), [("later", ""), ("later_inside", ", layer linear")])
+def test_the_traceback_of_a_network_that_fails_later_is_in_a_file(pack, kind, inside):
+    ended = train_failing(pack, kind)
+    (line,) = ended.err.splitlines()
+    file = pack.parent / "runs/a/traceback-0.txt"
+    assert ended.code == 2 and f"nets.py, line {line_of(kind)}{inside}" in line
+    assert line.endswith(f"; its traceback is in {file}")
+    assert file.read_text().startswith("Traceback (most recent call last):")
+    assert f"in when_{kind}" in file.read_text()
+
+
+def test_a_network_that_fails_in_an_evaluation_is_one_line(pack):
+    ended = train_failing(pack, "evaluation", ranks=3)
+    (line,) = ended.err.splitlines()
+    said = "validation cannot be evaluated: rank 2: the network failed in evaluation mode on 13"
+    assert (
+        ended.code == 1
+        and f"{said} images: KeyError: 'block' (tests/support/nets.py, line " in line
+    )
+    files = [Path(word) for word in line.replace(";", " ").split() if "traceback-" in word]
+    assert files and "in when_evaluation" in files[0].read_text()
+
+
+def test_the_network_of_a_file_fails_in_one_line(tmp_path):
+    pack = make_pack(tmp_path / "a.h5", {"train": 29, "test": 23})
+    run = train_once(pack, "--model", "tests.support.nets:failing_evaluation", "--no-test")
+    said = "the network failed in evaluation mode on 23 images: KeyError: 'block' (tests/support/"
+    for words in (["evaluate", run], ["predict", run, "--output", run / "answers.csv"]):
+        ended = command(2, *words, "--trust-code")
+        assert ended.code == 2 and len(ended.err.splitlines()) == 2 and said in ended.err
+    images, _ = arrays(pack, "test")
+    with pytest.raises(hp.UsageError, match=r"evaluation mode on 23 images: KeyError.*nets\.py"):
+        hp.load(run, trust_code=True).predict(images)
+
+
+def test_a_network_of_which_all_ranks_fail_is_one_line(pack):
+    """Of rank 0, which ends the others."""
+    run = ["--data", pack, "--runs-dir", pack.parent, "--run", "a", "--progress", "none"]
+    words = ["train", *run, "--batch-size", "16", "--model", "tests.support.nets:failing_later"]
+    ended = launch.run_mpi(2, ["-m", "hpctrain", *map(str, words)])
+    lines = [line for line in ended.stderr.splitlines() if "KeyError" in line]
+    assert ended.returncode and "Traceback" not in ended.stderr
+    assert len(lines) == 1 and lines[0].startswith("[rank 0 of 2 ")
+    assert lines[0].endswith(f"its traceback is in {pack.parent / 'a/traceback-0.txt'}")
+
+
+def test_what_needs_nchw_is_told_the_option(pack):
+    words = ["--model", "tests.support.nets:Viewing"]
+    ended = command(1, "train", "--data", pack, "--progress", "none", *words)
+    (line,) = ended.err.splitlines()
+    assert ended.code == 2 and "nets.py, line " in line
+    assert "; with --no-channels-last it works" in line
+    assert train_once(pack, *words, "--no-channels-last").is_dir()
+
+
+def train_failing(pack, kind, ranks=1):
+    words = ["--data", pack, "--runs-dir", pack.parent / "runs", "--run", "a", "--epochs", "1"]
+    words += ["--batch-size", "16" if ranks == 1 else "48", "--progress", "none", "--threads", "1"]
+    words += ["--model", f"tests.support.nets:failing_{kind}"]
+    return command(ranks, "train", *words)
+
+
+def line_of(kind):
+    """The line of nets.py in which the network fails."""
+    lines = inspect.getsource(nets).splitlines()
+    start = next(n for n, line in enumerate(lines) if f"def when_{kind}(" in line)
+    return start + 3
 
 
 def test_a_denoising_run_with_a_loss_of_its_own(pack):

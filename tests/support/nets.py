@@ -72,16 +72,20 @@ def with_dropout(image_shape, classes):
 
 
 class AlwaysDropping(nn.Dropout):
-    """Drops in evaluation too."""
+    """Drops in evaluation too, but in batches of the sizes `sparing`."""
+
+    def __init__(self, p, sparing=()):
+        super().__init__(p)
+        self.sparing = sparing
 
     def forward(self, x):
-        return nn.functional.dropout(x, self.p, training=True)
+        return nn.functional.dropout(x, self.p, self.training or len(x) not in self.sparing)
 
 
 def drawing_in_evaluation(image_shape, classes):
-    """Draws random numbers in evaluation mode as in training."""
-    layers = [nn.Conv2d(image_shape[2], 4, 3), nn.ReLU(), nn.FractionalMaxPool2d(2, output_size=5)]
-    return nn.Sequential(*layers, AlwaysDropping(0.3), nn.Flatten(), nn.Linear(100, classes))
+    """Draws random numbers in evaluation mode, but not where hpctrain looks for it."""
+    linear = nn.Linear(math.prod(image_shape), classes)
+    return nn.Sequential(AlwaysDropping(0.3, (1, 2, 8)), nn.Flatten(), linear)
 
 
 class WithPut(OneLayer):
@@ -417,3 +421,180 @@ class OfMerging(OneLayer):
 
     def forward(self, x):
         return super().forward(self.last(self.frozen(x)))
+
+
+class Coupled(OneLayer):
+    """In evaluation, an image's output depends on more than the image, as its `kind` says."""
+
+    def __init__(self, kind, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.kind, self.channels = kind, image_shape[2]
+        if made := getattr(self, f"make_{kind}", None):
+            self.layer = made(classes)
+
+    def forward(self, x):
+        return getattr(self, f"of_{self.kind}")(x)
+
+    def of_mean(self, x):
+        return super().forward(x - x.mean(0))
+
+    def of_softmax(self, x):
+        return super().forward(x).softmax(0)
+
+    def of_sorting(self, x):
+        return super().forward(x).sort(0).values
+
+    def of_sums_before(self, x):
+        return super().forward(x).cumsum(0)
+
+    def of_neighbour(self, x):
+        x = super().forward(x)
+        return x + 0.01 * x.roll(1, 0)
+
+    def of_place(self, x):
+        return super().forward(x) + torch.arange(len(x))[:, None]
+
+    def of_size(self, x):
+        return super().forward(x) / len(x)
+
+    def of_draws(self, x):
+        return nn.functional.dropout(super().forward(x), 0.1)
+
+    def make_zeros(self, classes):
+        """The classifier's weights are 0 at first: no output tells what is before it."""
+        nn.init.zeros_(self.linear.weight)
+
+    def of_zeros(self, x):
+        return self.of_mean(x)
+
+    def make_groups(self, classes):
+        return nn.GroupNorm(1, classes)
+
+    def of_groups(self, x):
+        """Takes the batch for channels."""
+        x = super().forward(x)
+        return self.layer(x.T[None]).squeeze(0).T
+
+    def make_attention(self, classes):
+        return nn.MultiheadAttention(classes, 1)
+
+    def of_attention(self, x):
+        x = super().forward(x)[:, None]
+        return self.layer(x, x, x)[0].squeeze(1)
+
+    def make_statistics(self, classes):
+        return nn.BatchNorm1d(classes, track_running_stats=False)
+
+    def of_statistics(self, x):
+        return self.layer(super().forward(x))
+
+    def make_training(self, classes):
+        return nn.Dropout(0.1)
+
+    def of_training(self, x):
+        return self.layer(super().forward(x))
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.kind == "training":
+            self.layer.train()
+        return self
+
+    def of_input(self, x):
+        x -= 0.5
+        return super().forward(x)
+
+    def of_nothing(self, x):
+        """Gives no finite number."""
+        return super().forward(x).sub(1e30).exp().log()
+
+    def of_one(self, x):
+        return super().forward(x).squeeze()
+
+    def of_no_gradient(self, x):
+        return super().forward(x).detach()
+
+    def of_freezing(self, x):
+        self.linear.bias.requires_grad_(not self.training)
+        return super().forward(x)
+
+
+for name in [name for name in vars(Coupled) if name.startswith("of_")]:
+    globals()[f"coupled_{name[3:]}"] = partial(Coupled, name[3:])
+
+
+class Tiny(OneLayer):
+    """Its outputs are far below 1, beside a large constant, and its classifier begins at zero."""
+
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x):
+        return 1e-9 * super().forward(x * 1e3)
+
+
+class Failing(OneLayer):
+    """Fails in some passes, as its `kind` says; "later" is after the first step."""
+
+    def __init__(self, kind, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.kind, self.first = kind, self.linear.bias.detach().clone()
+
+    def forward(self, x):
+        getattr(self, f"when_{self.kind}", lambda x: None)(x)
+        x = super().forward(x)
+        return self.spoil(x) if self.kind == "backward" else x
+
+    @property
+    def begun(self):
+        return self.training and not torch.equal(self.first, self.linear.bias)
+
+    def when_training(self, x):
+        if self.training:
+            raise KeyError("teacher")
+
+    def when_exit(self, x):
+        if self.training:
+            raise SystemExit(3)
+
+    def when_later(self, x):
+        if self.begun:
+            raise KeyError("teacher")
+
+    def when_later_inside(self, x):
+        if self.begun:
+            self.linear(x)
+
+    def when_small(self, x):
+        """In training on the five images of the last step."""
+        if self.training:
+            assert len(x) != 5, "five"
+
+    def when_evaluation(self, x):
+        """On more images than in any check before the first step."""
+        if not self.training and len(x) > 8:
+            raise KeyError("block")
+
+    def spoil(self, x):
+        x = x.sigmoid()
+        y = x * 2
+        x.add_(1)
+        return x * y
+
+
+for name in [name for name in vars(Failing) if name.startswith("when_")] + ["when_backward"]:
+    globals()[f"failing_{name[5:]}"] = partial(Failing, name[5:])
+
+
+class Viewing(nn.Module):
+    """Needs the values of an image next to each other, as they are without channels-last."""
+
+    def __init__(self, image_shape, classes):
+        super().__init__()
+        height, width, channels = image_shape
+        self.conv = nn.Conv2d(channels, 2, 3, padding=1)
+        self.linear = nn.Linear(2 * height * width, classes)
+
+    def forward(self, x):
+        return self.linear(self.conv(x).view(len(x), -1))
