@@ -11,7 +11,8 @@ counts are exact. The orders are functions of (seed, epoch, shard), too:
 With ``--balanced-sampling``, the positions of an epoch of partition or global are dealt to the
 classes in turn, in random order. Those of a class go through its samples in an order that is new in
 every epoch, as often as needed. Packs are shuffled when they are made, and external files, or their
-blocks, when splits are drawn, so a partition holds all classes.
+blocks, when splits are drawn, so a partition holds all classes but very rare ones: a shard cannot
+draw a class that it lacks.
 """
 
 from __future__ import annotations
@@ -172,6 +173,17 @@ class BalancedOrder(Order):
             return np.split(samples[by_class], np.flatnonzero(np.diff(labels[by_class])) + 1)
 
         return self._keep_newest(("classes", reach), 0, make)
+
+    def drawn(self, shard: int, classes: int) -> np.ndarray:
+        """Return how many samples of each of K classes the shard draws in an epoch, (K,) float64.
+
+        These are means over epochs.
+        """
+        there = self.classes(shard)
+        labels = self.labels_of(np.array([samples[0] for samples in there]))
+        drawn = np.zeros(classes)
+        drawn[labels] = self.partition.sizes[shard] / len(there)
+        return drawn
 
 
 def make_order(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -41,6 +42,7 @@ from hpctrain.parallel.device import choose_device, keep_memory, place
 from hpctrain.parallel.hosts import core_notes, decoding_threads, fair_threads, scarcest_host
 from hpctrain.parallel.mpi import (
     Comm,
+    allgather,
     check_equal_on_all,
     comm_of_host,
     on_all,
@@ -153,6 +155,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     with on_all(comm):
         kept = check_memory(config, plan, pack.splits["train"], on_host)
     train, order = open_order(config, plan, train, own_shards, comm)
+    drawn = balance_note(order, own_shards, pack.classes, comm)
     augmentation = Augmentation(config.flip, config.shift)
     augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
     if function:
@@ -160,7 +163,16 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
         augmented = partial(augment_by, function, augmented)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
-    texts = transport.note, init, scale_note(init, pack), why, frozen, kept, images_note(pack)
+    texts = (
+        transport.note,
+        init,
+        scale_note(init, pack),
+        why,
+        frozen,
+        kept,
+        drawn,
+        images_note(pack),
+    )
     crowded = core_notes(host, threads, "--threads" if config.threads else "OMP_NUM_THREADS")
     return Run(
         config=config,
@@ -176,7 +188,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         prepare=prepare,
         init=init,
         host=host,
-        notes=[*crowded, *(str(text) for text in texts if text)],
+        notes=[*crowded, *(str(text) for text in (*texts, drawn) if text)],
     )
 
 
@@ -345,3 +357,24 @@ def open_order(
             for shard in shards:
                 order.classes(shard)
     return train, order
+
+
+def balance_note(order: Order, shards: range, classes: Sequence[str], comm: Comm) -> str:
+    """Return a note on classes that --balanced-sampling draws too rarely, "" if none. Collective.
+
+    A shard of --shuffle partition cannot draw a class of which it has no sample.
+    """
+    if not isinstance(order, BalancedOrder) or order.everywhere:
+        return ""
+    own = [order.drawn(shard, len(classes)) for shard in shards]
+    drawn = np.array([counts for part in allgather(comm, own) for counts in part])  # (shards, K)
+    absent, totals = (drawn == 0).sum(0), drawn.sum(0)
+    lacking = np.flatnonzero(absent).tolist()
+    if not lacking:
+        return ""
+    rare = [f"{classes[k]} {absent[k]} ({totals[k]:,.0f} images an epoch)" for k in lacking]
+    return (
+        f"--balanced-sampling: some of {len(drawn):,} shards lack a class and cannot draw it:"
+        f" {listed(rare, 3)}; of other classes up to {totals.max():,.0f} images are drawn an epoch;"
+        " --shuffle global draws all equally often"
+    )

@@ -7,10 +7,13 @@ import json
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import hpctrain as hp
 from hpctrain import Config, UsageError
 from tests.support.api import Facts, assign_shards, check_memory, extend_plan, resolve_plan
+from tests.support.ranks import command
 
 FACTS = Facts(
     ranks=4,
@@ -165,3 +168,19 @@ def test_global_order_says_what_it_keeps_of_all_samples_before_it_does(monkeypat
         check(verify=False, ranks=5, **everything, columns=pixels)
     with pytest.raises(UsageError, match="53.1 GiB on each rank"):
         check(**everything, columns=pixels, balanced_sampling=True)
+
+
+def test_classes_that_shards_cannot_draw_equally_often_are_noted_with_numbers(tmp_path):
+    """10 images a shard: the first one draws 10/3 of each class, the others 5 of two classes."""
+    labels = np.arange(40) % 2
+    labels[3] = 2
+    images = np.random.default_rng(0).integers(0, 256, (40, 28, 28, 1), np.uint8)
+    hp.write_pack(tmp_path / "rare.h5", {"train": (images, labels)}, ["a", "b", "rare"])
+    words = ["train", "--data", tmp_path / "rare.h5", "--batch-size", "8", "--shards", "4"]
+    words += ["--balanced-sampling", "--dry-run"]
+    for size in (1, 3):
+        said = command(size, *words).out
+        assert "4 shards lack a class and cannot draw it: rare 3 (3 images an epoch)" in said
+        assert "up to 18 images are drawn an epoch; --shuffle global draws" in said
+    assert "cannot draw" not in command(1, *words, "--shuffle", "global").out
+    assert "cannot draw" not in command(1, *words, "--shards", "1").out
