@@ -276,6 +276,8 @@ def _tar_members(path: str) -> Iterator[Member]:
             elif not m.isreg() or m.issparse():
                 place = SPECIAL, 0, 0, 0
             yield Member(m.name, m.isdir(), place, m.linkname if m.islnk() else "")
+        if not archive.offset:
+            raise tarfile.ReadError("empty")
         file.seek(archive.offset)  # of the first block that is not a member
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("it has no end mark: fetch it again")
@@ -289,13 +291,17 @@ def _tar_members(path: str) -> Iterator[Member]:
 
 def _zip_members(listing: Listing) -> Iterator[Member]:
     r"""Yield the members of a .zip; "\" in their names separates folders. Raises BadZipFile."""
+    guessed = list[str]()
     unknown = list[str]()
+    if not zipfile.is_zipfile(listing.root):
+        raise zipfile.BadZipFile("its end is missing: fetch it again, or join its parts")
     with zipfile.ZipFile(listing.root) as archive:
         for m in archive.infolist():
             name = m.filename
             if not m.flag_bits & 0x800 and not name.isascii():  # APPNOTE.TXT 4.4.4, bit 11
                 try:
                     name = name.encode("cp437").decode()  # as macOS writes them
+                    guessed.append(name)
                 except UnicodeError:
                     unknown.append(name)
             name = name.replace("\\", "/")  # which 4.4.17.1 forbids, and letters of drives
@@ -307,6 +313,7 @@ def _zip_members(listing: Listing) -> Iterator[Member]:
                 kind = LINK
             place = kind, m.header_offset, m.compress_size, m.CRC
             yield Member(name, name.endswith("/"), place)
+    listing.add_note("names without a flag that says so are read as UTF-8", guessed)
     listing.add_note("names that are not UTF-8 are read as code page 437", unknown)
 
 

@@ -157,6 +157,8 @@ def read_class_folders(listing: Listing, where: str) -> Source:
             f"{where} holds archives ({listed_names(files, 3)}) and no images: unpack them, and"
             " give the folder"
         )
+    if files and all(name.endswith(".npy") for name in files):
+        raise UsageError(f"{where} holds arrays: hpctrain.write_pack makes a pack of them")
     within = [sys.intern(name.rpartition("/")[0]) for name in files]
     paths = sorted(tuple(name.split("/")) for name in {*within, *listing.folders} if name)
     try:
@@ -305,7 +307,9 @@ def class_notes(spellings: Mapping[str, set[str]]) -> list[str]:
     """Return notes on classes that have several `spellings`, and on names that are nearly equal."""
     similar: dict[str, list[str]] = {}
     for name in sorted(spellings):
-        similar.setdefault("".join(name.casefold().split()), []).append(name)
+        key = "".join(name.casefold().split())
+        key = re.sub(r"^0*(\d+)(\.0*)?$", r"\1", key)  # "7", "07" and "7.0"
+        similar.setdefault(key, []).append(name)
     merged = sorted(name for name, ways in spellings.items() if len(ways) > 1)
     apart = [name for names in similar.values() if len(names) > 1 for name in names]
     notes = []
@@ -316,7 +320,7 @@ def class_notes(spellings: Mapping[str, set[str]]) -> list[str]:
         )
     if apart:
         notes.append(
-            "names that differ in case or spaces alone are classes of their own:"
+            "names that differ in case, spaces or zeros alone are classes of their own:"
             f" {listed_names(map(repr, apart))}"
         )
     return notes

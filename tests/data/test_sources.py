@@ -317,12 +317,15 @@ def both_forms(text):
 
 @pytest.mark.parametrize("kind", ANY_ARCHIVE)
 def test_equal_names_in_two_normalizations_are_one_class(tmp_path, capfd, kind):
-    names = [f"{form}/{i}.png" for i, form in enumerate([*both_forms("é"), "Cat", "cat"])]
+    classes = [*both_forms("é"), "Cat", "cat", "7", "07"]
+    names = [f"{name}/{number}.png" for number, name in enumerate(classes)]
     source = ANY_ARCHIVE[kind](tmp_path / "x", tree(tmp_path / "images", names))
     path = make_pack(source, tmp_path / "a.h5", split="1")
-    assert {n: of[1] for n, of in placed(path).items()} == {0: "é", 1: "é", 2: "Cat", 3: "cat"}
+    assert {n: of[1] for n, of in placed(path).items()} == {
+        **{0: "é", 1: "é", 2: "Cat", 3: "cat", 4: "7", 5: "07"}
+    }
     said = capfd.readouterr().err
-    assert "one class: é\n" in said and "of their own: 'Cat', 'cat'\n" in said
+    assert "one class: é\n" in said and "of their own: '07', '7', 'Cat', 'cat'\n" in said
 
 
 def rename_members(path, names):
@@ -347,7 +350,9 @@ def test_names_in_a_zip_are_utf8_if_they_can_be_and_back_slashes_separate(tmp_pa
     path = rename_members(tmp_path / "x.zip", names)
     found = placed(make_pack(path, tmp_path / "a.h5", split="1"))
     assert {n: of[1] for n, of in found.items()} == {0: "é", 1: "é", 2: "b", 3: "b"}
-    assert "code page 437: 1 file (top/é/x23.png)" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "code page 437: 1 file (top/é/x23.png)" in said
+    assert r"are read as UTF-8: 1 file (top\é\234.png)" in said
 
 
 def test_what_a_listing_merges_or_leaves_out_is_said(tmp_path, capfd):
@@ -391,6 +396,8 @@ def test_what_is_no_archive_that_can_be_read_is_named(tmp_path, refusal):
         "x.h5": (b"\x89HDF\r\n\x1a\n", "--data"),
         "x.npy": (b"\x93NUMPY\1\0", "write_pack"),
         "two.tar": (one.read_bytes() * 2, "--ignore-zeros"),
+        "zero.iso": (bytes(40_000) + b"CD001", "none of them"),
+        "x.zip.001": (zipped(tmp_path / "x.zip", root).read_bytes()[:500], "join its parts"),
     }
     for name, (data, text) in files.items():
         (tmp_path / name).write_bytes(data)
@@ -399,6 +406,9 @@ def test_what_is_no_archive_that_can_be_read_is_named(tmp_path, refusal):
     with tarfile.open(tmp_path / "nested.tar", "w") as archive:
         archive.add(one, "n01.tar")
     assert "(n01.tar)" in (said := refusal(tmp_path / "nested.tar", split="1")) and "unpack" in said
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("x.npy", b"")
+    assert "write_pack" in refusal(tmp_path / "x.npz")
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", "/dev/zero"):
         assert "not a regular file" in refusal(name, split="1")
