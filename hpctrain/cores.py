@@ -76,29 +76,34 @@ def cpu_quotas(proc: Path = Path("/proc/self")) -> list[Quota]:
 
     `proc` is its folder in /proc.
     """
-    groups: dict[str, str] = {}  # of this process, by controller; "" for version 2
-    mounts: list[Sequence[str]] = []
-    with suppress(OSError):
-        for line in (proc / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            groups |= dict.fromkeys(controllers.split(","), path)
-        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
     quotas = {}
-    for fields in mounts:
-        kind, _, options = fields[fields.index("-") + 1 :]
-        controller = "" if kind == "cgroup2" else "cpu"
-        if controller not in groups or (kind != "cgroup2" and not _is_of_cpu(kind, options)):
-            continue
-        root, mounted = fields[3], Path(fields[4])
-        for folder in _upwards(groups[controller], root, mounted):
+    for folders in cgroup_folders("cpu", proc):
+        for folder in folders:
             if cores := _read_quota(folder):
                 about = folder.stat()
                 quotas[about.st_dev, about.st_ino] = cores
     return [Quota(group, cores) for group, cores in quotas.items()]
 
 
-def _is_of_cpu(kind: str, options: str) -> bool:
-    return kind == "cgroup" and "cpu" in options.split(",")
+def cgroup_folders(controller: str, proc: Path = Path("/proc/self")) -> Iterator[Iterator[Path]]:
+    """Yield the folders of the cgroups of a process, for each place where they are mounted.
+
+    They are those of version 2, and those of version 1 with the controller; first its own cgroup,
+    then those above. `proc` is the folder of the process in /proc.
+    """
+    groups: dict[str, str] = {}  # of the process, by controller; "" for version 2
+    mounts: list[Sequence[str]] = []
+    with suppress(OSError):
+        for line in (proc / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            groups |= dict.fromkeys(controllers.split(","), path)
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    for fields in mounts:
+        kind, _, options = fields[fields.index("-") + 1 :]
+        has_controller = kind == "cgroup" and controller in options.split(",")
+        name = "" if kind == "cgroup2" else controller
+        if name in groups and (kind == "cgroup2" or has_controller):
+            yield _upwards(groups[name], fields[3], Path(fields[4]))
 
 
 def _upwards(path: str, root: str, mounted: Path) -> Iterator[Path]:

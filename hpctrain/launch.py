@@ -14,10 +14,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from hpctrain.cluster import end_with_parent, signals_handled
+from hpctrain.cores import cgroup_folders
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.history import History, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
+PROC = Path("/proc")
 #: Allow root, and more ranks than cores. Open MPI 4 and 5 read different names.
 ALLOWED = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -135,6 +137,29 @@ def end(*processes: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def oom_kills() -> dict[str, int]:
+    """Return how many processes the kernel has killed for lack of memory so far, by where.
+
+    Counted are those of the cgroup of this process, or of its Slurm job on this node ("oom_kill" in
+    memory.events of cgroup-v2, in memory.oom_control of version 1); if no cgroup has a count, those
+    of this machine (/proc/vmstat).
+    """
+    files: dict[str, Path] = {}
+    for folders in cgroup_folders("memory", PROC / "self"):
+        upwards = list(folders)
+        job = [folder for folder in upwards if folder.name.startswith("job_")]
+        folder = (job or upwards)[0]
+        for path in (folder / "memory.events", folder / "memory.oom_control"):
+            if path.is_file():
+                files[f"in the cgroup {folder}"] = path
+    kills = {}
+    for where, path in (files or {"on this machine": PROC / "vmstat"}).items():
+        with suppress(OSError, StopIteration):
+            lines = path.read_text().splitlines()
+            kills[where] = next(int(line[9:]) for line in lines if line.startswith("oom_kill "))
+    return kills
+
+
 class LaunchedRun:
     """One launch of the run in `folder`: its process, the notice sent to it, and its record."""
 
@@ -148,6 +173,7 @@ class LaunchedRun:
     ) -> None:
         """Start the launcher; see `start`."""
         self.history, self.is_notified = History.read(folder, "none"), False
+        self._killed_before = oom_kills()
         self._began_before = self.history.launch.began
         self.process = start(command, log, env, cores)
 
@@ -165,6 +191,14 @@ class LaunchedRun:
     def outcome(self) -> Outcome:
         """Return how the launch ended according to the record; an empty outcome if unknown."""
         return self.history.launch.outcome if self.has_begun() else Outcome()
+
+    def memory_hint(self) -> str:
+        """Return "; likely out of memory: ..." if the kernel says so of this launch, else ""."""
+        for where, kills in oom_kills().items():
+            more = kills - self._killed_before.get(where, kills)
+            if more > 0:
+                return f"; likely out of memory: OOM kills {where}: {more}"
+        return ""
 
 
 def last_error_line(text: str) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -66,11 +67,13 @@ class EndedLaunch(NamedTuple):
     began: bool  # this launch wrote to the record
     saved: int  # step of the newest checkpoint, 0 without one
     saved_before: int  # the same when the supervisor began
+    memory: str = ""  # what says that memory ran out, after "; "
 
     def cause(self) -> str:
         """Return why the launch ended, in one line."""
         code = f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
-        return f"{code}: {self.outcome.reason or 'no rank recorded a reason, see above'}"
+        reason = self.outcome.reason or "no rank recorded a reason, see above"
+        return f"{code}: {reason}{self.memory}"
 
     def verdict(self, asked: bool) -> tuple[int | None, str]:
         """Return the exit code of the supervisor, or None to restart the run, and a message.
@@ -205,8 +208,9 @@ class Supervisor:
         repeats = bool(outcome.status and run.history.launch.end.get("repeats"))
         if not outcome.status and (found := heartbeats(self.folder)) != before:
             outcome = found
+        memory = code and (run.memory_hint() or (self.allocation and step_memory_hint()))
         saved = newest_step(self.folder)
-        return EndedLaunch(number, code, outcome, repeats, began, saved, saved_before)
+        return EndedLaunch(number, code, outcome, repeats, began, saved, saved_before, memory or "")
 
     def _is_ended_by_user(self) -> bool:
         """Whether a signal other than a scheduler's notice was received."""
@@ -234,6 +238,17 @@ def tell(text: str) -> None:
 def heartbeats(run: Path) -> Outcome:
     """Return how the launch to which the heartbeats belong ended, without asking its record."""
     return History(run, "none").outcome(over=True)
+
+
+def step_memory_hint() -> str:
+    """Return "; likely out of memory: ..." if Slurm's accounting says so of the last step."""
+    job, words = os.environ.get("SLURM_JOB_ID"), ("--noheader", "--parsable2")
+    with suppress(RunError):  # there is no accounting
+        found = ask("sacct", f"--jobs={job}", *words, "--format=JobID,State") if job else ""
+        steps = re.findall(r"^(\S+\.\d+)\|(.*)$", found, re.MULTILINE)
+        if steps and steps[-1][1] == "OUT_OF_MEMORY":
+            return f"; likely out of memory: Slurm's state of step {steps[-1][0]} is OUT_OF_MEMORY"
+    return ""
 
 
 def newest_step(run: Path) -> int:

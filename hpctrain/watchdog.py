@@ -3,8 +3,12 @@
 Every rank reports its activity; a thread writes it to the rank's heartbeat every few seconds. If a
 rank has reported nothing new for the timeout, one rank reads all heartbeats; if none is newer, it
 names the ranks that did not arrive and aborts all. Stacks are written to files. A rank that cannot
-run its thread either (stopped, or stuck in native code) is ended by faulthandler's own timer or by
-the others. The kernel kills ranks whose mpirun died.
+run its thread either (stopped, or stuck in native code) is ended by a timer of the kernel or by the
+others. The kernel kills ranks whose mpirun died.
+
+A whole job may be suspended: by Slurm, by Ctrl-Z or SIGSTOP, with its virtual machine. Clocks go
+on meanwhile. So the time in which the watchdog's own thread did not run does not count, and the
+kernel's timer gives the thread 14 seconds to restart it (`limit_time`).
 
 A heartbeat is ``N.json`` in a folder that all ranks see: one JSON object, a `Beat`.
 ``N.stack`` beside it holds the stacks of a rank that hung, crashed or was terminated by its
@@ -18,6 +22,7 @@ not started all of its ranks.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -46,6 +51,7 @@ MPI_INIT = f"{WAITING}all in MPI_Init"
 SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
 IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
 PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell who works
+TICK = 1.0  # seconds between two looks at the time; what is longer than twice that is no tick
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 MOST_NAMED = 8  # ranks in a message
 #: What comes before the phase of an activity; recording and reading are parts of a step.
@@ -161,6 +167,33 @@ def current() -> Watchdog | None:
     return _current[-1] if _current else None
 
 
+def running_time() -> float:
+    """Return the seconds of a clock that stands still while this process is suspended.
+
+    Without a watchdog it is the monotonic clock.
+    """
+    watchdog = current()
+    return watchdog.running_time() if watchdog else time.monotonic()
+
+
+def limit_time(seconds: float) -> None:
+    """Let the kernel kill this process in 14 s more than so many seconds; 0 withdraws that.
+
+    The first SIGALRM calls alarm(SIGALRM), libc's function, by a handler that is removed when it is
+    called: the second one, 14 seconds later, ends the process. No Python runs for that, so it also
+    works while native code holds the interpreter's lock. A process that was suspended until after
+    the time gets the first one when it continues, and can restart the timer before the second.
+    A program that handles SIGALRM itself keeps it.
+    """
+    if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+        return
+    libc = ctypes.CDLL(None)
+    handler = ctypes.cast(libc.alarm, ctypes.c_void_p) if seconds else ctypes.c_void_p()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    libc.sysv_signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 def doing(what: str) -> None:
     """Report the next activity to the watchdog of this process, if it has one."""
     if _current:
@@ -205,6 +238,8 @@ class Watchdog:
         self.activity, self._since = "start", time.monotonic()
         self._beaten, self._phase = time.monotonic(), ""  # of the last heartbeat that `look` wrote
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
+        self._ticked = self._idle = time.monotonic()  # last tick, and the end of its work
+        self._suspended = 0.0  # seconds in all
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -228,7 +263,8 @@ class Watchdog:
         self._failed = self._failed or error is not None
         self._over.set()
         self._thread.join(LAST_WORDS)  # it may be stuck on a file system
-        faulthandler.cancel_dump_traceback_later()  # after the join: the thread arms it
+        faulthandler.cancel_dump_traceback_later()  # after the join: the thread arms them
+        limit_time(0)
         _current.remove(self)
         if self._folder is None:
             return
@@ -244,9 +280,11 @@ class Watchdog:
                 (self._folder / f"{self.rank}.json").unlink(missing_ok=True)
 
     def _arm(self) -> None:
-        """Start faulthandler's timer, which needs no interpreter; the thread restarts it."""
+        """Start the timers that need no interpreter; the thread restarts them."""
         limit = 2 * self.limit + LAST_WORDS
-        faulthandler.dump_traceback_later(limit, exit=True, file=self._stack)
+        limit_time(limit)
+        if self._folder:
+            faulthandler.dump_traceback_later(limit, file=self._stack)
 
     def keep_in(self, folder: Path) -> None:
         """Write heartbeats and stacks to `folder` from now on. Raises UsageError if that fails."""
@@ -284,8 +322,34 @@ class Watchdog:
             new.replace(self._folder / f"{self.rank}.json")
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self.interval)):
+        while not self._over.wait(min(TICK, self.interval)):
+            self.tick()
             self.look()
+            self._idle = time.monotonic()
+
+    def tick(self) -> None:
+        """Leave out the time since the last tick if this process was suspended meanwhile.
+
+        Work that took long, as on a slow file system, was no suspension for `running_time`.
+        """
+        now = time.monotonic()
+        if now - self._idle > 2 * TICK:
+            self._suspended += now - self._idle - TICK
+        missed = now - self._ticked - TICK
+        self._ticked = self._idle = now
+        if missed <= TICK:
+            return
+        self._since = min(now, self._since + missed)
+        self._looked = now  # the other ranks need time to write a heartbeat
+        faulthandler.cancel_dump_traceback_later()
+        if self._folder and not self._failed:  # else the stacks are meant
+            os.lseek(self._stack, 0, os.SEEK_SET)
+            os.ftruncate(self._stack, 0)
+
+    def running_time(self) -> float:
+        """Return the seconds of a clock that stands still while this process is suspended."""
+        idle = self._idle
+        return idle - self._suspended + min(time.monotonic() - idle, 2 * TICK)
 
     def look(self) -> None:
         """Write a heartbeat if one is due, and end all ranks if this one has hung."""

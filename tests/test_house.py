@@ -14,8 +14,8 @@ PAGES += DOCS
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 #: Flags of mpirun, Slurm and others that pages name.
 OTHERS = """
-    --array --exact --gpus --gpus-per-node --help --hostfile --logdir --map-by --no-kill
-    --open-mode --requeue --signal --time --update
+    --array --exact --gpus --gpus-per-node --gpus-per-task --help --hostfile --logdir --map-by
+    --no-kill --open-mode --requeue --signal --time --update
 """
 PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w.-]))")
 #: Names of the package's inside that tests know, and test files that sleep: at most.

@@ -15,6 +15,7 @@ import textwrap
 import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -27,6 +28,7 @@ LONGEST_NAME = 200  # bytes
 LARGEST = 2**63 - 1  # integer of TOML
 TRUST_CODE = "import your functions, package.module:function, that a file names"
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
+ALIKE = 0.75  # how similar to an unknown option one must be: less would be another option
 METAVARS = {int: "N", float: "X"}
 
 
@@ -189,7 +191,7 @@ def from_table(table: Mapping[str, Any], settings: S, place: str = "") -> S:
         if name == "trust_code" and place:
             raise UsageError(f"{place}: trust_code can be given on the command line only")
         if name not in known:
-            hint = did_you_mean(name, known, settings.elsewhere)
+            hint = did_you_mean(name, known, settings.elsewhere, ALIKE)
             raise UsageError(f"{place}: unknown setting {name!r}{hint}")
     try:
         return dataclasses.replace(settings, **table)
@@ -241,7 +243,10 @@ def _unknown(name: str, kind: type[Settings], words: Sequence[str], stray: str) 
     """Return the error to raise for a word that no option of a subcommand takes."""
     given, known = stray.partition("=")[0], [field.name for field in dataclasses.fields(kind)]
     if given.startswith("-"):
-        hint = did_you_mean(given, map(flag_of, known), kind.elsewhere)
+        value = stray.partition("=")[2] or dict(pairwise(words)).get(stray)
+        is_listed = f"{given.strip('-')}_{value}" in kind.elsewhere  # such as --output last
+        word = f"{given}_{value}" if is_listed else given
+        hint = did_you_mean(word, map(flag_of, known), kind.elsewhere, ALIKE)
         if kind.usage and "--" not in words:
             hint = f": options of the command come after --, as in {name} {kind.usage}"
         return UsageError(f"unknown option {given!r}{hint}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import ClassVar, Literal
 
+from hpctrain.config.elsewhere import ELSEWHERE
 from hpctrain.config.option import Settings, check_folder_name, option
 from hpctrain.config.values import (
     Bytes,
@@ -58,13 +59,7 @@ class Config(OnRanks):
     """All settings of one training run."""
 
     trust_flag: ClassVar[bool] = True
-    elsewhere: ClassVar[dict[str, str]] = {
-        "learning_rate": "--lr",
-        "gpus": "mpirun -n N, one rank for each GPU",
-        "workers": "mpirun -n N, or --threads of each rank",
-        "backend": "--reduce",
-        "accumulate": "--shards",
-    }
+    elsewhere: ClassVar[dict[str, str]] = ELSEWHERE
     exclude: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("--normalize pack", "--images", "mean and std are a pack's; use unit or imagenet"),
         ("--normalize pack/imagenet", "--task denoise", "images stay in [0, 1]"),

@@ -483,8 +483,8 @@ def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> Probe:
     low, high = float(images.min()), float(images.max())
     if not has_max_value and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
         divisor = next((f"{d:g}" for d in FULL.values() if high <= d), f"{high:g}")
-        way = f"--max-value {divisor} divides them by {divisor}, " if low >= 0 else ""
+        way = f"--max-value {divisor}, which divides them by {divisor}, or " if low >= 0 else ""
         found = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"
-        raise UsageError(f"{found}: {way}--max-value 1 takes them as they are")
+        raise UsageError(f"{found}: train with {way}--max-value 1, which takes them as they are")
     limits = (float(f"{value * (pack.divisor or 1):.6g}") for value in (low, high))
     return Probe(zlib.crc32(as_bytes(images)), *limits)

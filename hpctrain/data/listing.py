@@ -36,13 +36,13 @@ from hpctrain.data.images import BadImage
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, counted, listed_names
 
-#: Files and folders that systems leave in any folder, in lower case. So are all that begin with
-#: ".", such as .DS_Store, .Trash-1000 and .ipynb_checkpoints.
+#: Files and folders that systems leave in any folder, in lower case. Further ones begin with ".",
+#: such as .DS_Store, .Trash-1000 and .ipynb_checkpoints, or end with ":Zone.Identifier" (Windows).
 SYSTEM_NAMES = frozenset(
     (
         *("__macosx", "icon\r", "network trash folder", "temporary items"),  # macOS
         *("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", "picasa.ini"),  # Windows
-        *("$recycle.bin", "system volume information"),
+        *("$recycle.bin", "system volume information", "found.000"),
         *("@eadir", "@tmp", "#recycle", "#snapshot"),  # Synology
         *("@recycle", "@recently-snapshot", "@__thumb", "~snapshot"),  # QNAP, NetApp
         *("lost+found", "__pycache__"),
@@ -105,6 +105,7 @@ class Listing:
     root: str  # path of the folder, or of the file that holds the members
     names: list[str] = field(default_factory=list)  # of files that are not hidden, in their order
     folders: list[str] = field(default_factory=list)
+    hidden: set[str] = field(default_factory=set)  # files and folders that are not in `names`
     notes: list[str] = field(default_factory=list)  # on what is left out, or named otherwise
     rows: dict[str, int] = field(default_factory=dict)  # of all members of an archive, by name
     places: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))  # of these rows
@@ -114,9 +115,9 @@ class Listing:
         if names := sorted(names):
             self.notes.append(f"{text}: {counted(len(names), noun)} ({listed_names(names)})")
 
-    def hide(self, hidden: Iterable[str]) -> None:
-        """Note the hidden files and folders, which are not in `names`."""
-        self.add_note("left out, hidden or of the system", hidden, "name")
+    def note_hidden(self) -> None:
+        """Add the note on hidden files and folders."""
+        self.add_note("left out, hidden or of the system", self.hidden, "name")
 
 
 def by_folder(name: str) -> str:
@@ -126,13 +127,13 @@ def by_folder(name: str) -> str:
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder of this name, without a path, is left out of all listings."""
-    return name.startswith(".") or name.lower() in SYSTEM_NAMES
+    name = name.lower()
+    return name.startswith(".") or name in SYSTEM_NAMES or name.endswith(":zone.identifier")
 
 
 def list_folder(path: str) -> Listing:
     """List the files below a folder. Raises UsageError if a folder cannot be read."""
     listing = Listing("folder", path)
-    hidden = list[str]()
     loops = list[str]()
     waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ())]  # and folders above it
     while waiting:
@@ -149,7 +150,7 @@ def list_folder(path: str) -> Listing:
                 for entry in entries:
                     name = inside + entry.name
                     if is_hidden(entry.name):
-                        hidden.append(name)
+                        listing.hidden.add(name)
                     elif entry.is_dir():
                         waiting.append((f"{name}/", (*above, identity)))
                     else:
@@ -157,7 +158,6 @@ def list_folder(path: str) -> Listing:
         except OSError as error:
             raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from None
     listing.names.sort(key=by_folder)
-    listing.hide(hidden)
     listing.add_note("left out, links to a folder that contains them", loops, "link")
     return listing
 
@@ -214,7 +214,6 @@ def _add_members(listing: Listing, members: Iterable[Member]) -> None:
     """Add the members of an archive to its listing; of equal names the last is taken."""
     fields = array("q")
     repeated = set[str]()
-    hidden = set[str]()
     hidden_within = dict[str, str]()  # by folder: the part of its path that is hidden
     for member in members:
         name = _inside(member.name)
@@ -237,14 +236,13 @@ def _add_members(listing: Listing, members: Iterable[Member]) -> None:
         if folder not in hidden_within:
             hidden_within[folder] = _hidden_part(folder)
         if part := hidden_within[folder]:
-            hidden.add(part)
+            listing.hidden.add(part)
         elif is_hidden(last):
-            hidden.add(name)
+            listing.hidden.add(name)
         else:
             listing.names.append(name)
     listing.folders = [name for name in listing.folders if not _hidden_part(name)]
     listing.places = np.frombuffer(fields, np.int64).reshape(-1, 4)
-    listing.hide(hidden)
     listing.add_note("names that occur more than once, the last is taken", repeated)
 
 

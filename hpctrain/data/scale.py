@@ -38,6 +38,11 @@ class Scale(NamedTuple):
             return self.divisor == FULL[self.dtype]
         return self.divisor == 1 and 0 <= self.low <= self.high <= 1
 
+    @property
+    def reach(self) -> float:
+        """The largest absolute value of the network's input."""
+        return max(-self.low, self.high) / self.divisor
+
     def is_like(self, other: Scale) -> bool:
         """Whether both networks have inputs of one scale."""
         if self.is_full and other.is_full:
@@ -48,10 +53,11 @@ class Scale(NamedTuple):
         values = f"{self.dtype} values from {self.low:g} to {self.high:g}"
         return values if self.divisor == 1 else f"{values}, divided by {self.divisor:g}"
 
-    def divisor_for(self, dtype: str, low: float, high: float) -> float:
+    def divisor_for(self, dtype: str, low: float, high: float, is_whole: bool = False) -> float:
         """Return what images of `dtype` with values from `low` to `high` are divided by.
 
-        Raises UsageError if that cannot be known.
+        `is_whole`: whether floats are known to be whole numbers. Raises UsageError if the divisor
+        cannot be known.
         """
         is_same = dtype == self.dtype or {dtype, self.dtype} <= {*FLOATS}
         if not is_same and not self._takes(dtype):
@@ -59,6 +65,9 @@ class Scale(NamedTuple):
             raise UsageError(f"{here}: give {self._wanted()}")
         if not self.is_full:
             self._check_range(dtype, low, high)
+            if dtype in FLOATS and self.dtype in FULL and not is_whole:
+                here = f"{dtype} images that are not whole numbers, and the training was on {self}"
+                raise UsageError(f"{here}: give {self._wanted()}")
             return self.divisor
         if dtype in FULL:
             return FULL[dtype]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from hpctrain.report.record import without_nonfinite
 from hpctrain.tasks import ANSWERS, TAKEN, import_own
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started, waiting
+
+UNLIKE = 4  # times smaller values than those of the training are noted
 
 if TYPE_CHECKING:
     from hpctrain.inference.trained import Images, TrainedNetwork
@@ -212,11 +215,16 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
         divisor = scale.divisor_for(stored.dtype, stored.low, stored.high)
     except UsageError as error:
         raise UsageError(f"{pack.path}: {error}") from None
+    if pack.external is None:
+        if divisor != stored.divisor:
+            bytes_of = f"{pack.path} is a pack, whose bytes are divided by 255"
+            raise UsageError(f"{bytes_of}, and the training was on {scale}: give an HDF5 file")
+        return pack
+    here = stored._replace(divisor=divisor)
+    if here.reach * UNLIKE < scale.reach:
+        say(f"{pack.path} holds {here}; the training was on {scale}", sys.stderr)
     if divisor == stored.divisor:
         return pack
-    if pack.external is None:
-        bytes_of = f"{pack.path} is a pack, whose bytes are divided by 255"
-        raise UsageError(f"{bytes_of}, and the training was on {scale}: give an HDF5 file")
     return read_external(path, External(**pack.external)._replace(max_value=divisor))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.config import PredictConfig
+from hpctrain.data.scale import FULL, Scale
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import writing
@@ -95,7 +96,8 @@ def classify(
 def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
     """Restore every image with the network, and write PNG files to --output. Collective.
 
-    They have the names of the images, all behind their numbers if two are the same.
+    They have the names of the images, all behind their numbers if two are the same, and values as
+    the training had them if these are 8 bits, or gray 16 bits; else 255 is 1.0.
     """
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
     stems = [Path(file).stem for file in images.names]
@@ -111,10 +113,10 @@ def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, co
         for block, restored in inference.answers(images, mine):
             bad |= block.bad
             for row, image in zip(block.rows.tolist(), restored, strict=True):
-                write_image(folder / names[row], image)
+                write_image(folder / names[row], as_stored(image, network.scale))
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
-        say(f"{folder}: {len(names) - len(bad):,} images restored")
+        say(f"{folder}: {len(names) - len(bad):,} images restored{png_note(network)}")
     on_root(comm, conclude, settings, bad, len(names), f"; {folder} holds the others")
 
 
@@ -126,3 +128,21 @@ def conclude(settings: PredictConfig, bad: Mapping[int, str], total: int, rest: 
         texts = [printable(bad[row], newlines=False) for row in sorted(bad)]
         reasons = listed(texts, MOST_NAMED, "; ")
         say(f"left out, {len(bad):,} of {total:,} images: {reasons}", sys.stderr)
+
+
+def as_stored(image: np.ndarray, scale: Scale) -> np.ndarray:
+    """Return a restored image (H, W, C) as PNG can hold it: stored integers, else as it is."""
+    if scale.dtype not in FULL or (scale.dtype == "uint16" and image.shape[2] > 1):
+        return image
+    values = (image * scale.divisor).round().clip(0, FULL[scale.dtype])
+    return values.astype(scale.dtype)
+
+
+def png_note(network: TrainedNetwork) -> str:
+    """Return what the values of restored images mean, if that is not the same for all files."""
+    if network.scale.is_bytes:
+        return ""
+    pixel = as_stored(np.zeros((1, 1, network.image_shape[2]), np.float32), network.scale)
+    if pixel.dtype.kind == "f":
+        return " as PNG of 8 bits, 255 is 1.0"
+    return f" as PNG of {8 * pixel.itemsize} bits, values as in the training"

@@ -269,7 +269,8 @@ def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
     """
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    divisor = scale.divisor_for(values.dtype.name, low, high)
+    is_whole = bool((finite == np.round(finite)).all())
+    divisor = scale.divisor_for(values.dtype.name, low, high, is_whole)
     if divisor == 1 and values.dtype.name in FLOATS:
         return values
     return values.astype(np.float32) * np.float32(1 / divisor)
@@ -348,6 +349,7 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
     for target in map(Path, targets):
         if target.is_dir():
             listing = list_folder(os.fspath(target))
+            listing.note_hidden()
             for text in listing.notes:
                 say(f"{target}: {text}", sys.stderr)
             if not listing.names:

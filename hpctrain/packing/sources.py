@@ -116,7 +116,8 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
             source = read_manifest(manifest, FileFinder(str(path)))
         else:
             source = read_class_folders(list_folder(str(path)), str(path))
-        source.name, source.root = path.resolve().name, str(path)
+        source.name = path.resolve().name
+        source.root = str(path)
         yield source
         return
     with TemporaryFile(dir=scratch) as unzipped:
@@ -129,9 +130,14 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
                     f"{manifest} names {counted(len(missing), 'file')} that {path} does not hold:"
                     f" {listed_names(missing)}"
                 )
+            others = {*listing.names}.difference(source.names)
+            listing.add_note("left out, since not in the table", others)
+            source.notes += listing.notes
         else:
             source = read_class_folders(listing, str(path))
-        source.name, source.kind, source.root = path.name, listing.kind, listing.root
+        source.name = path.name
+        source.kind = listing.kind
+        source.root = listing.root
         source.places = listing.places[[listing.rows[name] for name in source.names]]
         yield source
 
@@ -165,7 +171,33 @@ def read_class_folders(listing: Listing, where: str) -> Source:
         roots = _find_roots(paths)
     except UsageError as error:
         raise UsageError(f"{where} {error}: {ADVICE}") from None
-    found: dict[str, tuple[str, int]] = {}  # class and split of each folder
+    roles = _class_folders(paths, roots, listing)
+    classes = class_order(name for name, _ in roles.values())
+    words = {name.lower() for name in classes}
+    if words & {*IMAGE_FOLDERS} and words & {*ANNOTATIONS}:
+        raise UsageError(f"{where} holds no class folders, but {listed_names(classes)}: {ADVICE}")
+    label_of = {name: label for label, name in enumerate(classes)}
+    names = [name for name, folder in zip(files, within, strict=True) if folder in roles]
+    images = [roles[folder] for folder in within if folder in roles]
+    labels = np.array([label_of[name] for name, _ in images], np.int32)
+    splits = np.array([split for _, split in images], np.int8)
+    counts = np.bincount(labels[splits <= 0], minlength=len(classes))
+    empty = [classes[label] for label in np.flatnonzero(counts == 0)]
+    if empty:
+        raise UsageError(
+            f"class folders of {where} hold no file to train on: {listed_names(empty)}"
+        )
+    listing.note_hidden()
+    listing.add_note("left out, since outside of class folders", {*files}.difference(names))
+    no_groups = np.full(len(names), NO_GROUP, np.int32)
+    return Source(names, classes, labels, splits, no_groups, "folders", listing.notes)
+
+
+def _class_folders(
+    paths: Iterable[tuple[str, ...]], roots: Mapping[tuple[str, ...], int], listing: Listing
+) -> dict[str, tuple[str, int]]:
+    """Return the class and the split of each folder below the roots, and note what is joined."""
+    roles: dict[str, tuple[str, int]] = {}
     spellings: dict[str, set[str]] = {}  # of each class
     below = set[str]()  # folders in class folders
     for path in paths:
@@ -173,34 +205,17 @@ def read_class_folders(listing: Listing, where: str) -> Source:
             depth = len(root)
             if path[:depth] == root and path[depth:]:
                 name = unicodedata.normalize("NFC", path[depth])
-                found["/".join(path)] = name, split
+                roles["/".join(path)] = name, split
                 spellings.setdefault(name, set()).add(path[depth])
                 if path[depth + 1 :]:
                     below.add("/".join(path[: depth + 2]))
-    classes = class_order(spellings)
-    words = {name.lower() for name in classes}
-    if words & {*IMAGE_FOLDERS} and words & {*ANNOTATIONS}:
-        raise UsageError(f"{where} holds no class folders, but {listed_names(classes)}: {ADVICE}")
-    label_of = {name: label for label, name in enumerate(classes)}
-    names = [name for name, folder in zip(files, within, strict=True) if folder in found]
-    images = [found[folder] for folder in within if folder in found]
-    labels = np.array([label_of[name] for name, _ in images], np.int32)
-    splits = np.array([split for _, split in images], np.int8)
-    counts = np.bincount(labels[splits <= 0], minlength=len(classes))
-    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-        raise UsageError(
-            f"class folders of {where} hold no file to train on: {listed_names(empty)}"
-        )
-    outside = (name for name, folder in zip(files, within, strict=True) if folder not in found)
-    listing.add_note("left out, since outside of class folders", outside)
     for number in set(roots.values()):
         joined = ["/".join(root) for root, split in roots.items() if split == number]
         if len(joined) > 1:
             listing.add_note("joined as one split", joined, "folder")
     listing.add_note("folders in a class folder belong to that class", below, "folder")
     listing.notes += class_notes(spellings)
-    no_groups = np.full(len(names), NO_GROUP, np.int32)
-    return Source(names, classes, labels, splits, no_groups, "folders", listing.notes)
+    return roles
 
 
 def _find_roots(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
@@ -281,18 +296,25 @@ def _refuse_other_roles(
         )
     if splits:
         raise UsageError(f"holds no split to train on, but {shown}")
-    if len(numbers) == len(tree) and 0 in numbers.values():
-        raise UsageError(f"holds splits ({shown}) without class folders")
     for name, below in tree.items():
         inner = _split_numbers(below)
         if len(inner) > 1 and 0 in inner.values():
             raise UsageError(f"holds splits ({listed_names(inner)}) within {brief(name)}")
-    words = [set(re.split("[^a-z]+", name.lower())) & {*SPLIT_NUMBERS} for name in tree]
-    if all(words) and set().union(*words) & {*ALIASES["train"]}:
+    alike = [_similar_splits(name, numbers) for name in tree]
+    if all(alike) and 0 in set().union(*alike):
         raise UsageError(f"holds folders that look like splits ({shown})")
     if any(tree.values()) and len({frozenset(below) for below in tree.values()}) == 1:
         inside = listed_names(next(iter(tree.values())), 3)
         raise UsageError(f"holds folders ({shown}) that all hold the same ones ({inside})")
+
+
+def _similar_splits(name: str, numbers: Mapping[str, int]) -> set[int]:
+    """Return the splits that a name means, or that it contains a word of: "train_images_v2"."""
+    words = re.split("[^a-z]+", name.lower())
+    similar = {SPLIT_NUMBERS[word] for word in words if word in SPLIT_NUMBERS}
+    if name in numbers:
+        similar.add(numbers[name])
+    return similar
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -344,7 +366,8 @@ def read_manifest(path: str, files: FileFinder) -> Source:
         _check_cells(where, row, image, files)
         if image in lines:
             raise UsageError(f"{where} names {brief(image)}, as line {lines[image]} does")
-        split, group = cells.get("split", ""), sys.intern(cells.get("group", ""))  # equal: one text
+        split = cells.get("split", "")
+        group = sys.intern(cells.get("group", ""))  # equal texts are stored once
         number = split_number(split)
         if split and number == NO_SPLIT:
             raise UsageError(f"{where} has the split {brief(repr(split))}: give {listed(SPLITS)}")

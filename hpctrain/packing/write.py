@@ -22,8 +22,16 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
-from hpctrain.data.pack import FORMAT, VERSION, checksum, make_uuid, ordered, read_facts
-from hpctrain.errors import RunError, UsageError
+from hpctrain.data.pack import (
+    FORMAT,
+    MOST_CHANNELS,
+    VERSION,
+    checksum,
+    make_uuid,
+    ordered,
+    read_facts,
+)
+from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import check_room, whole_file, write_at
 from hpctrain.packing.workers import channel_sums
 from hpctrain.text import brief
@@ -170,7 +178,7 @@ def write_pack(
         training knows, others can be evaluated by name.
     images: uint8, (N, H, W, C) or (N, H, W), of one shape in all splits: an array or a dataset of
         h5py, which is read about 8 MiB at a time.
-    labels: (N,) integers 0 ... K-1, the indices of `classes`.
+    labels: (N,) integers 0 ... K-1 or truth values, the indices of `classes`.
     classes: K different names.
     provenance: what the images are, a dictionary that can be written as JSON.
 
@@ -219,16 +227,53 @@ def _check_arrays(split: str, images: Any, labels: Any, classes: int) -> np.ndar
     """Return the labels (N,) int32 of a split. Raises UsageError unless they fit to its images."""
     if not split or "/" in split or split in (".", "identity"):
         raise UsageError(f"a split cannot have the name {split!r}")
-    kind: Any = getattr(images, "dtype", type(images).__name__)
-    shape, values = tuple(getattr(images, "shape", ())), np.asarray(labels)
-    whole = values.dtype.kind in "iu" and values.size > 0
-    low, high = (int(values.min()), int(values.max())) if whole else (-1, -1)
-    usable = kind == np.uint8 and len(shape) in (3, 4) and 0 not in shape
-    if not usable or values.shape != shape[:1] or not 0 <= low <= high < classes:
-        numbers = f" from {low} to {high}" if whole else ""
+    for what, values in (("images", images), ("labels", labels)):
+        if isinstance(values, np.ma.MaskedArray):
+            raise UsageError(f"{what} of {split} are a masked array: fill it, as in .filled(0)")
+    shape = _check_images(f"images of {split}", images)
+    try:
+        values = np.asarray(labels)
+    except ValueError as error:  # of lists of different lengths
+        raise UsageError(f"labels of {split} are no array: {first_line(error)}") from None
+    is_whole = values.dtype.kind in "biu" and values.size > 0
+    low, high = (int(values.min()), int(values.max())) if is_whole else (-1, -1)
+    if values.shape != shape[:1] or not 0 <= low <= high < classes:
+        numbers = f" from {low} to {high}" if is_whole else ""
+        advice = ""
+        if values.ndim == 2:
+            advice = "; of one-hot ones, labels.argmax(1)"
+        elif values.dtype.kind in "USO":
+            advice = "; of names, numpy.unique(labels, return_inverse=True) gives classes and these"
         raise UsageError(
-            f"images of {split} are {kind} of shape {shape}, labels {values.dtype} of shape"
-            f" {values.shape}{numbers}: expected uint8, (N, H, W, C) or (N, H, W), none of them 0,"
-            f" and N integers from 0 to {classes - 1}"
+            f"labels of {split} are {values.dtype} of shape {values.shape}{numbers}: expected"
+            f" {shape[0]:,} integers from 0 to {classes - 1}{advice}"
         )
     return values.astype(np.int32)
+
+
+def _check_images(name: str, images: Any) -> tuple[int, ...]:
+    """Return the shape of the images of a split. Raises UsageError if they cannot be packed."""
+    kind: Any = getattr(images, "dtype", type(images).__name__)
+    shape = tuple(getattr(images, "shape", ()))
+    what = f"{name} are {kind} of shape {shape}"
+    if kind != np.uint8:
+        advice = ""
+        if str(kind).startswith("torch."):
+            advice = "; of a tensor, images.numpy()"
+        elif getattr(kind, "kind", "") == "f":
+            advice = "; of floats in [0, 1], (255 * images).round().astype('uint8')"
+        elif getattr(kind, "kind", "") in "biu":
+            advice = "; training reads others from an HDF5 file (--images)"
+        raise UsageError(f"{what}: expected an array of uint8{advice}")
+    if len(shape) not in (3, 4) or 0 in shape:
+        raise UsageError(f"{what}: expected (N, H, W, C) or (N, H, W), none of them 0")
+    if len(shape) == 4 and shape[1] <= MOST_CHANNELS < shape[3] and shape[1] != shape[2]:
+        raise UsageError(f"{what}, which is (N, C, H, W): give images.transpose(0, 2, 3, 1)")
+    if isinstance(images, h5py.Dataset) and os.path.isfile(images.file.filename):
+        from hpctrain.data.external import Unusable, locate
+
+        try:
+            locate(images, {})  # HDF5 reads what was never written as zeros
+        except Unusable as error:
+            raise UsageError(f"{name}: {error}") from None
+    return shape

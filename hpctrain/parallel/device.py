@@ -52,6 +52,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     each rank only its own. Raises UsageError if CUDA is requested and missing, or if a GPU cannot
     be used.
     """
+    _choose_slice(local_rank)
     count = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and count == 0:
         why = "" if built_for() else " (this torch was built without GPUs)"
@@ -66,6 +67,16 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         text = f"GPU {device.index} of {count} cannot be used ({first_line(error)})"
         raise UsageError(f"{text}: python -m hpctrain doctor shows more") from error
     return device
+
+
+def _choose_slice(local_rank: int) -> None:
+    """Leave this rank's slice alone in CUDA_VISIBLE_DEVICES, if it lists slices of GPUs (MIG).
+
+    A process can use one slice, and CUDA would take the first of the list in each.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if all(name.strip().startswith("MIG-") for name in names):
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank % len(names)]
 
 
 class RankDevice(NamedTuple):

@@ -34,7 +34,7 @@ from hpctrain.cluster import (
 from hpctrain.cores import core_count
 from hpctrain.errors import Failure, OwnCodeError, UsageError, first_line
 from hpctrain.fault import fault
-from hpctrain.watchdog import MPI_INIT, current, doing, waiting
+from hpctrain.watchdog import MPI_INIT, current, doing, limit_time, waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -241,9 +241,11 @@ def conclude(error: BaseException) -> int:
 
 def end_mpi() -> None:
     """Call MPI_Finalize, within a time limit, as the last action of a program. Collective."""
-    faulthandler.dump_traceback_later(FINALIZE_LIMIT, exit=True, file=2)
+    faulthandler.dump_traceback_later(FINALIZE_LIMIT, file=2)
+    limit_time(FINALIZE_LIMIT)
     fault("mpi.ending")
     MPI.Finalize()
+    limit_time(0)
     faulthandler.cancel_dump_traceback_later()
 
 

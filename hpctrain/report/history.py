@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from hpctrain.errors import UsageError
-from hpctrain.report.record import FIELDS, FILE_NAME, Record, parse_line
+from hpctrain.report.record import FIELDS, FILE_NAME, Record, is_number, parse_line
 from hpctrain.report.step_stats import Costs
 from hpctrain.text import counted
 from hpctrain.watchdog import HEARTBEATS, find_cause
@@ -36,10 +36,6 @@ RECENT = 50  # steps over which speeds and shares are computed
 MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 LARGEST_DRAWN = 1e300
 MOST_NOTES = 5  # kept in a history
-NUMBERS_OF = {  # fields that hold numbers, by kind
-    kind: {name for name, field in fields.items() if field.type in (int, float)}
-    for kind, fields in FIELDS.items()
-}
 COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if each.type is int}
 
 Table = dict[str, "np.ndarray"]  # columns by name
@@ -107,11 +103,10 @@ class Columns:
     def add(self, record: Record) -> None:
         """Append one row."""
         numbers = {"time": time_of(record)}
-        of_kind = NUMBERS_OF[record["kind"]]
         for name, value in record.items():
-            if isinstance(value, dict) and name in of_kind:
-                numbers |= {f"{name}_{part}": number for part, number in value.items()}
-            elif name in of_kind:
+            if isinstance(value, dict):
+                numbers |= {f"{name}_{part}": v for part, v in value.items() if is_number(v)}
+            elif is_number(value):
                 numbers[name] = value
         for name in numbers:
             if name not in self.by_name:

@@ -212,15 +212,15 @@ def draw_captioned(
 
 
 def write_image(path: Path, image: np.ndarray) -> None:
-    """Write an image (H, W, C), uint8 or in [0, 1], as PNG. Raises RunError if that fails."""
+    """Write an image (H, W, C), uint8, gray uint16 or floats in [0, 1], as PNG. Raises RunError."""
     with writing(path), whole_file(path) as file:
         _image(image).save(file, format="PNG")
 
 
 def _image(values: np.ndarray) -> Any:
-    """Convert (H, W, C), uint8 or in [0, 1], to an image of Pillow."""
+    """Convert (H, W, C), uint8, gray uint16 or floats in [0, 1], to an image of Pillow."""
     from PIL import Image
 
-    if values.dtype != np.uint8:
+    if values.dtype.kind == "f":
         values = (values.clip(0, 1) * 255).round().astype(np.uint8)
     return Image.fromarray(values if values.shape[2] == 3 else values[:, :, 0])

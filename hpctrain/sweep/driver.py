@@ -211,7 +211,8 @@ def step_words(ranks: int) -> tuple[list[str], int]:
     if memory.isdigit() and int(memory):  # MiB; else one step takes it all and the others wait
         words.append(f"--mem={int(memory) * math.ceil(ranks / nodes) // max(tasks)}M")
     if any(name in env for name in ("SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")):
-        words.append("--gpus-per-task=1")
+        # Not bound, each task sees all GPUs of its step on its node: NCCL copies between them.
+        words += ["--gpus-per-task=1", "--gpu-bind=none"]
     return words, fit
 
 
@@ -250,6 +251,8 @@ class Training:
         if (code := self.launched.process.poll()) is not None:
             (self.run / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
             self.status, self.reason = self._outcome(code)
+            if self.status == "failed":
+                self.reason = f"{self.reason}{self.launched.memory_hint()}"
         return code is not None
 
     def _outcome(self, code: int) -> tuple[str, str | None]:

@@ -28,7 +28,7 @@ from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.files import writing
 from hpctrain.report.record import encode_record, parse_record
-from hpctrain.watchdog import doing
+from hpctrain.watchdog import doing, running_time
 
 STOP_FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between checks of the file system
@@ -54,7 +54,8 @@ class Control:
         self._interrupted = self._stop_seen = False
         self._looked = 0.0
         self._before: Any = None  # handler of SIGINT
-        self._deadline = ends if folder else None
+        # By a clock of which the time in which a job is suspended does not count.
+        self._deadline = ends - time.time() + running_time() if folder and ends else None
         self._on_evaluation = on_evaluation if folder else None
         self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
@@ -108,7 +109,7 @@ class Control:
         if self._deadline is not None:
             evaluation = 0.0 if evaluating else self.slowest_evaluation
             needed = SPARE + 2 * self.slowest_step + evaluation + 2 * self.saving
-            if time.time() > self._deadline - needed:
+            if running_time() > self._deadline - needed:
                 return "the time is up"
         return received_signal()
 

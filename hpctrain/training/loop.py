@@ -27,7 +27,7 @@ from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.run import MOST_LISTED, NO_SUMS, NonFinite, Run, Sums
 from hpctrain.training.validate import validate, validation_due
-from hpctrain.watchdog import doing
+from hpctrain.watchdog import doing, running_time
 
 
 class PendingStep(NamedTuple):
@@ -37,6 +37,7 @@ class PendingStep(NamedTuple):
     rows: int
     rate: float
     since: Event  # the end of the step before, or of the work that followed it
+    began: float  # by running_time
     reported: Snapshot  # of the reduced message
     bad: Bad  # samples of this rank that cannot be used, up to this step of the epoch
 
@@ -59,6 +60,7 @@ def train_epochs(run: Run) -> None:
                     since = record_event(run.trainer.message.device, timing=True)
                 step = state.epoch * per_epoch + number + 1
                 doing(f"reading for step {step}")
+                start = running_time()
                 began = time.perf_counter()
                 batches = next(steps)
                 waited = time.perf_counter() - began
@@ -71,7 +73,7 @@ def train_epochs(run: Run) -> None:
                 requests = run.control.requests(run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
                 reported = run.trainer.step(batches, rows, rate, waited, requests, wait)
-                pending.append(PendingStep(step, rows, rate, since, reported, bad))
+                pending.append(PendingStep(step, rows, rate, since, start, reported, bad))
                 since = reported.copied
                 finish_step(run, pending)
                 fault("step.done")
@@ -203,7 +205,8 @@ def record_step(run: Run, pending: PendingStep) -> bool:
     own = Sums(totals.loss, totals.correct, totals.rows, seconds, totals.weight)
     state.sums = Sums(*map(sum, zip(state.sums, own, strict=True)))
     run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
-    run.control.slowest_step = max(run.control.slowest_step, seconds)
+    ran = min(seconds, running_time() - pending.began)  # without a suspension of the job
+    run.control.slowest_step = max(run.control.slowest_step, ran)
     busy = totals.data + totals.compute
     slowest = int(busy.argmax())
     waited = float(busy[slowest] - busy[0])  # by rank 0 in its reduction

@@ -15,7 +15,7 @@ from hpctrain.models import read_model, save_model, snapshot
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
 from hpctrain.training.run import CannotContinue, Reached, Run, read_on_all
-from hpctrain.watchdog import doing
+from hpctrain.watchdog import doing, running_time
 
 
 def validation_due(run: Run, step: int) -> bool:
@@ -82,6 +82,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     Raises CannotContinue if samples cannot be read or are not finite.
     """
     state, comm = run.progress, run.comm
+    start = running_time()
     began = time.perf_counter()
 
     def go_on() -> bool:
@@ -101,7 +102,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
         raise agreed(CannotContinue(f"{split} cannot be evaluated: {error}")) from error
     doing(f"recording the evaluation of {split}")
     seconds = time.perf_counter() - began
-    run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
+    ran = min(seconds, running_time() - start)  # without a suspension of the job
+    run.control.slowest_evaluation = max(run.control.slowest_evaluation, ran)
     if result is None:
         if state.ended != "stopped":
             state.ended = "preempted"

@@ -97,6 +97,14 @@ SETTINGS = """
 --learning-rate 1 | --learning-rate --lr
 --learning_rate=1 | --learning_rate --lr
 --gpus 4 | --gpus mpirun
+--keep 3 | --keep --keep-checkpoints
+--output last | --output --final last
+--output=best | --output --final best
+--output x | --output --runs-dir
+--scale 255 | --scale --max-value
+--lr-scale linear | --lr-scale --scale-lr
+--nodes 2 | --nodes mpirun
+--per_device_train_batch_size 8 | --batch-per-rank
 --workers 4 | --workers mpirun --threads
 --backend nccl | --backend --reduce
 --accumulate 4 | --accumulate --shards

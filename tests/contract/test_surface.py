@@ -139,6 +139,16 @@ def test_settings_of_python_are_the_options_of_train(help_pages):
     assert flags == {"--" + name.replace("_", "-") for name in settings()}
 
 
+def test_what_is_proposed_for_an_option_of_another_program_exists(help_pages):
+    """And no name of ours is taken for another one."""
+    flags = {command: set(options(page)) for command, page in help_pages[1].items()}
+    for name, meant in hp.Config.elsewhere.items():
+        command = re.match(r"hpctrain (\w+)", meant)
+        of_command = flags[command[1] if command else "train"]
+        assert set(re.findall(r"--[a-z-]+", meant)) <= of_command, meant
+        assert f"--{name.replace('_', '-')}" not in flags["train"], name
+
+
 def test_options_are_keys_of_a_file(help_pages, tmp_path):
     """A file with all of them and one more is refused for that one."""
     path = tmp_path / "settings.toml"

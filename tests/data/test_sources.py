@@ -112,6 +112,7 @@ def test_folders_of_the_names_of_splits_are_splits(tmp_path, refusal, names):
         ["train/a/1.png", "labels/1.txt"],
         ["x1/a/1.png", "x1/b/1.png", "x2/a/1.png", "x2/b/1.png"],
         ["train/1.png", "val/2.png"],
+        ["trainset/1.png", "testset/2.png"],
         ["train/a/1.png", "test/2.png"],
         ["train/train/1.png", "test/test/2.png"],
         ["pets/train/a/1.png", "pets/test/a/2.png", "docs/1.png"],
@@ -275,7 +276,7 @@ SYSTEM = [
     *("__MACOSX/b/._1.png", ".DS_Store", "a/.ipynb_checkpoints/1-checkpoint.png", "a/@eaDir/1.png"),
     *("$Recycle.Bin/a/1.png", "System Volume Information/1.png", "b/THUMBS.DB", "a/Desktop.ini"),
     *("#RECYCLE/x", "lost+found/1.png", ".Trash-1000/a/1.png", "@Recycle/1.png"),
-    "b/__pycache__/x.pyc",
+    *("b/__pycache__/x.pyc", "b/1.png:Zone.Identifier"),
 ]
 ANY_ARCHIVE = {
     "folder": lambda path, root: root,
@@ -295,7 +296,7 @@ def test_what_systems_leave_behind_is_counted_and_left_out(tmp_path, capfd, kind
     found = placed(make_pack(source, tmp_path / "a.h5", split="1"))
     assert found == {0: ("train", "a"), 1: ("train", "b")}
     note = f"left out, hidden or of the system: {len(SYSTEM)} names (#RECYCLE, $Recycle.Bin, "
-    assert note in (said := capfd.readouterr().err) and "and 3 more" in said
+    assert note in (said := capfd.readouterr().err) and "and 4 more" in said
 
 
 def test_folders_of_numbers_are_classes_in_the_order_of_numbers(tmp_path):
@@ -485,7 +486,7 @@ def test_a_table_names_files_with_back_slashes_or_other_accents(tmp_path, refusa
         rows[0] = (files[0], "b")
     root = tree(tmp_path / "images", files)
     table = tmp_path / "labels.tsv"
-    table.write_text("sep=;\npath;label\n" + "".join(f"{a};{b}\n" for a, b in rows) + ";\n")
+    table.write_text("sep=|\npath|label\n" + "".join(f"{a}|{b}\n" for a, b in rows) + "|\n")
     source = ANY_ARCHIVE[kind](tmp_path / "x", root)
     path = make_pack(source, tmp_path / "a.h5", manifest=table, split="1")
     assert {n: of[1] for n, of in placed(path).items()} == {0: "b", 1: "ä", 2: "ä", 3: "b"}

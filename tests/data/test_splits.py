@@ -50,7 +50,7 @@ def name(number):
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 @pytest.mark.parametrize("kind", ["folder", "zip", "tgz"])
-def test_a_manifest_labels_the_images_of_any_source(images, tmp_path, kind, separator):
+def test_a_manifest_labels_the_images_of_any_source(images, tmp_path, capfd, kind, separator):
     rows = [(name(i), 10 - i % 2 * 8) for i in range(50)]  # ten images are not in it
     manifest = table(tmp_path / "labels.csv", rows, "\ufeffPath,LABEL", separator)
     make = {"folder": lambda path, root: root, "zip": zipped, "tgz": tar}[kind]
@@ -59,6 +59,8 @@ def test_a_manifest_labels_the_images_of_any_source(images, tmp_path, kind, sepa
     found = {number: label for number, (_, label) in placed(path).items()}
     assert found == {i: str(10 - i % 2 * 8) for i in range(50)}
     assert facts(path)["provenance"]["split_by"] == "seed"
+    listed = "since not in the table: 10 files (x/050.png, " in capfd.readouterr().err
+    assert listed == (kind != "folder")  # which is not listed
 
 
 def test_a_manifest_is_a_source_of_its_own_and_gives_splits(images, tmp_path):

@@ -5,6 +5,7 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
+import torch
 
 import hpctrain as hp
 from tests.support.pictures import arrays, facts
@@ -36,6 +37,8 @@ def test_data_sets_of_h5py_give_the_bytes_of_their_arrays(tmp_path, storage):
 def test_images_are_read_in_slabs(tmp_path):
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         images = file.create_dataset("x", (40_000, 64, 32), "u1", chunks=(1000, 64, 32))  # 78 MiB
+        for first in range(0, 40_000, 1000):
+            images[first] = 1
         tracemalloc.start()
         try:
             hp.write_pack(tmp_path / "a.h5", {"train": (images, np.zeros(40_000, "i2"))}, ["a"])
@@ -71,6 +74,18 @@ WRONG = {  # splits, and what is named
     "list": ({"train": (IMAGES.tolist(), LABELS)}, "list"),
     "flat": ({"train": (IMAGES.reshape(7, -1), LABELS)}, "(7, 20)"),
     "nothing": ({"train": (IMAGES[:0], LABELS[:0])}, "(0, 5, 4, 1)"),
+    "signed": ({"train": (IMAGES.astype("i2"), LABELS)}, "int16"),
+    "16 bits": ({"train": (IMAGES.astype("u2"), LABELS)}, "--images"),
+    "truth": ({"train": (IMAGES > 9, LABELS)}, "bool"),
+    "floats in [0, 1]": ({"train": (IMAGES / 255, LABELS)}, "(255 * images).round()"),
+    "objects": ({"train": (IMAGES.astype(object), LABELS)}, "object"),
+    "tensors": ({"train": (torch.from_numpy(IMAGES), LABELS)}, "images.numpy()"),
+    "channels first": ({"train": (np.zeros((7, 3, 9, 9), "u1"), LABELS)}, "transpose(0, 2, 3, 1)"),
+    "masked images": ({"train": (np.ma.masked_less(IMAGES, 9), LABELS)}, "images of train"),
+    "masked labels": ({"train": (IMAGES, np.ma.masked_equal(LABELS, 0))}, "labels of train"),
+    "names": ({"train": (IMAGES, np.array([*"abcabca"]))}, "numpy.unique"),
+    "float labels": ({"train": (IMAGES, LABELS / 1)}, "float64"),
+    "ragged labels": ({"train": (IMAGES, [[0], [1, 2]])}, "labels of train"),
     "label 3": ({"train": (IMAGES, LABELS + 1)}, "1 to 3"),
     "label -1": ({"train": (IMAGES, LABELS - 1)}, "-1 to 1"),
     "name": ({"train": (IMAGES, LABELS), "a/b": (IMAGES, LABELS)}, "a/b"),
@@ -84,6 +99,32 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path, case):
         hp.write_pack(tmp_path / "a.h5", splits, "abc")
     assert named in str(caught.value) and "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_that_lie_otherwise_in_memory_give_the_same_pack(tmp_path):
+    """In Fortran's order, backwards, mapped, labels of other types: the same values."""
+    labels = LABELS % 2
+    np.save(tmp_path / "x.npy", IMAGES)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    backwards = np.ascontiguousarray(IMAGES[::-1, ::-1])[::-1, ::-1]
+    forms = [(IMAGES, labels), (np.asfortranarray(IMAGES), labels.astype(">i8")), (mapped, labels)]
+    forms += [(backwards, labels > 0), (IMAGES[..., 0], torch.from_numpy(labels))]
+    written = []
+    for images, of_them in forms:
+        hp.write_pack(tmp_path / "a.h5", {"train": (images, of_them)}, "ab", overwrite=True)
+        written.append((tmp_path / "a.h5").read_bytes())
+    assert written == [written[0]] * len(forms)
+    patches = np.zeros((7, 3, 3, 60), "u1")  # of many channels, not channels first
+    hp.write_pack(tmp_path / "b.h5", {"train": (patches, labels)}, "ab")
+    assert hp.read_pack(tmp_path / "b.h5").image_shape == (3, 3, 60)
+
+
+def test_what_hdf5_would_read_as_zeros_is_refused(tmp_path):
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        images = file.create_dataset("x", (7, 5, 4), "u1", chunks=(2, 5, 4))
+        images[:4] = 1
+        with pytest.raises(hp.UsageError, match="images of train: /x is incomplete: 2 of 4 chunks"):
+            hp.write_pack(tmp_path / "a.h5", {"train": (images, LABELS)}, "abc")
 
 
 @pytest.mark.parametrize("classes", [[], [0, 1, 2], ["a", "", "c"], "aba"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.gpu.emulator import REPORT
-from tests.support.launch import ROOT, mpirun, run, run_mpi
+from tests.support.launch import ROOT, run, run_mpi
 from tests.support.pictures import class_folders, make_pack
 
 pytestmark = pytest.mark.emulated_gpu
@@ -100,10 +100,9 @@ assert np.array_equal(*drawn) and not np.array_equal(drawn[0], there.probabiliti
 """
 
 
-def test_nccl_is_not_used_between_slices_of_one_gpu():
-    words = [sys.executable, "-m", "hpctrain", "doctor"]
-    ranks = [["-n", "1", "env", f"CUDA_VISIBLE_DEVICES=MIG-0{n}", *words] for n in (1, 2)]
-    done = run([mpirun(), *ranks[0], ":", *ranks[1]], 100, TWO | {"HPCTRAIN_EMULATED_MIG": "yes"})
+def test_each_rank_takes_its_slice_of_a_gpu_and_nccl_is_not_used_between_them():
+    env = TWO | {"HPCTRAIN_EMULATED_MIG": "yes", "CUDA_VISIBLE_DEVICES": "MIG-0202,MIG-0101"}
+    done = run_mpi(2, ["-m", "hpctrain", "doctor"], 100, env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 x Emulated GPU MIG 1g.16gb" in done.stdout
     slices = "2 ranks have slices of 1 GPU of .* [(]MIG[)], which NCCL refuses"

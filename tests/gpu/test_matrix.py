@@ -51,7 +51,7 @@ def test_other_figures_are_problems():
 
     cell = Cell("classify", "nccl", "tree", "eager", "fp32", "exact", 2, "1")
     gpu, cpu = {"losses": [1.0, 0.5], "digest": "a"}, {"losses": [1.0, 0.5], "digest": "b"}
-    sound = {"cell": cell, "1": gpu, "late": gpu, "one": gpu, "cpu": cpu}
+    sound = {"cell": cell, "1": gpu, "late": gpu, "one": gpu, "expected": cpu}
     assert problems([sound, sound]) == []
     other = gpu | {"digest": "c"}
     for wrong in ({"one": other}, {"1": other}, {"late": gpu | {"losses": [1.0, 0.6]}}):

@@ -82,3 +82,13 @@ def test_flux_cannot_requeue_and_the_supervisor_names_the_command_that_resumes(n
     launched = (tmp_path / "flux").read_text()
     assert "run --nodes=2 --tasks-per-node=2" in launched
     assert " --time-limit 58m --data p.h5 " in launched
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda p: p.stem)
+def test_gpus_are_asked_for_by_node_with_enough_cores(path):
+    """By task, Slurm hides the GPUs of the other ranks from NCCL."""
+    lines = [line for line in path.read_text().splitlines() if "SBATCH" in line]
+    assert [line for line in lines if line.startswith("##SBATCH --gpus-per-node=")]
+    assert not [line for line in lines if "per-task" in line and "gpu" in line.partition("=")[0]]
+    (cores,) = (line for line in lines if "--cpus-per-task" in line)
+    assert "8 or more on GPU" in cores

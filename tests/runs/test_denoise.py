@@ -11,6 +11,7 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support.api import add_noise
+from tests.support.external import pixels, write
 from tests.support.packs import make_pack
 from tests.support.ranks import command
 from tests.support.records import read_strictly
@@ -58,6 +59,38 @@ def test_a_run_removes_noise(tmp_path):
     (test,) = [record for record in records if record.get("split") == "test"]
     assert test["loss"] < 0.5 * test["noisy"], "the network does not remove noise"
     assert records[-1]["test_loss"] == test["loss"]
+
+
+def test_images_are_restored_with_the_values_of_the_training(tmp_path):
+    """12 bits in 16; where they are not in [0, 1], noise and its removal have no meaning."""
+    images, labels = pixels(64, (28, 28, 1), 3)
+    path = write(tmp_path / "a.h5", images.astype("u2") * 16, labels)
+    words = [
+        "--images",
+        "x",
+        "--labels",
+        "y",
+        "--task",
+        "denoise",
+        "--epochs",
+        "20",
+        "--lr",
+        "0.01",
+    ]
+    run = train_once(path, *words, "--max-value", "4095")
+    Image.fromarray(images[5, ..., 0].astype("u2") * 16).save(tmp_path / "5.png")
+    ended = command(1, "predict", run, tmp_path / "5.png", "--output", tmp_path / "clean")
+    assert ended.code == 0, ended.err
+    assert "1 images restored as PNG of 16 bits, values as in the training" in ended.out
+    network = hp.load(run)
+    with torch.no_grad():
+        output = network.model(network.preprocess(tmp_path / "5.png"))[0, 0].numpy()
+    restored = np.asarray(Image.open(tmp_path / "clean/5.png"))
+    assert np.abs(output.clip(0) * 4095 - restored).max() < 0.6 and restored.max() > 255
+    with pytest.raises(
+        AssertionError, match="uint16 values from 0 to .*: give another --max-value"
+    ):
+        train_once(path, *words, "--max-value", "255", run="b")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

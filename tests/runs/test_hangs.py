@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -107,6 +108,75 @@ def test_signals_to_processes_that_start_and_crash(settings, tmp_path):
     assert re.match(r"rank 0 crashed \(Segmentation fault\), last heartbeat: ", first["reason"])
 
 
+@pytest.mark.slow
+def test_a_job_that_is_suspended_for_longer_than_the_hang_timeout_goes_on(settings):
+    """All of its processes stand still, as under Slurm's suspend or Ctrl-Z."""
+    flags = as_flags({**settings, "epochs": 1})
+    command = [mpirun(), "-n", "2", sys.executable, "-m", "hpctrain", "train", *flags]
+    command += ["--hang-timeout=1s", "--time-limit=1h"]
+    job = Job(command, {"HPCTRAIN_FAULT": "step.done:stop:5"})
+    try:
+        wait_for(lambda: sum(state_of(pid) == "T" for pid in job.members()) >= 2)
+        for pid in job.members():
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)  # longer than the kernel's timer, 2 * 1 s + 5 s
+        for pid in job.members():
+            os.kill(pid, signal.SIGCONT)
+        code, err = ended(job)
+    finally:
+        job.end()
+    assert code == 0, err
+    assert "nothing new" not in err
+
+
+def state_of(pid):
+    """The state of a process, "T" if it is stopped; "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+LIMITED = """
+import ctypes
+import signal
+import sys
+from hpctrain.watchdog import limit_time
+limit_time(0.2)
+if sys.argv[1] == "stops":
+    signal.raise_signal(signal.SIGSTOP)
+    limit_time(0)
+    signal.alarm(1)
+    signal.pause()
+deadline = ctypes.PyDLL(None)
+while True:
+    deadline.sleep(30)  # holds the interpreter's lock
+"""
+
+
+def start_limited(what):
+    return Job([sys.executable, "-c", LIMITED, what])
+
+
+def test_the_timer_of_the_kernel_lets_a_process_that_was_suspended_restart_it():
+    job = start_limited("stops")
+    try:
+        os.waitpid(job.pid, os.WUNTRACED)
+        time.sleep(0.4)  # longer than 0.2 s
+        os.kill(job.pid, signal.SIGCONT)
+        began = time.monotonic()
+        job.communicate(timeout=60)
+    finally:
+        job.end()
+    assert job.returncode == -signal.SIGALRM, "it is an ordinary alarm again"
+    assert 0.9 < time.monotonic() - began < 13
+
+
+@pytest.mark.slow
+def test_the_timer_of_the_kernel_ends_a_process_that_is_stuck_in_native_code():
+    job = start_limited("hangs")
+    assert ended(job, 60)[0] == -signal.SIGALRM
+
+
 def test_of_launches_at_once_one_trains(settings, tmp_path):
     """Whichever comes first: it goes on until the other has answered."""
     jobs = [Job([sys.executable, *words(settings)]) for _ in range(2)]
@@ -141,6 +211,7 @@ def exits(monkeypatch):
     monkeypatch.setattr(os, "_exit", codes.append)
     yield codes
     faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.fixture
@@ -253,6 +324,28 @@ def test_where_no_heartbeats_are_a_rank_that_waits_has_patience(clock, exits, ca
         dog.look()
         assert exits.pop() == 1
         assert f"nothing new for {seconds} s while in: {activity}" in capsys.readouterr().err
+
+
+def test_time_in_which_the_watchdog_did_not_run_does_not_count(ranks, clock, exits):
+    dog = Watchdog(0, 1, "h", 10.0)
+    dog.keep_in(ranks)
+    with open(ranks / "0.stack", "w") as file:
+        file.write("stacks, by the timer that was up when the process went on")
+    began = dog.running_time()
+    for suspended in (500, 0, 1e6, 0, 0):
+        clock.now += suspended + 1
+        dog.tick()
+        dog.look()
+    assert exits == [] and (ranks / "0.stack").read_text() == ""
+    assert dog.running_time() - began == 5
+    for _ in range(6):
+        assert exits == []
+        clock.now += 1
+        dog.tick()
+        dog.look()
+    assert exits == [1]
+    clock.now += 1e6
+    assert dog.running_time() - began < 14, "also before the thread has seen it"
 
 
 def test_what_is_done_starts_the_time_anew(ranks, clock, exits):

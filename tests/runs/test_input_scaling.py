@@ -11,6 +11,7 @@ import torch
 import hpctrain as hp
 from tests.libraries import timm_stand_in
 from tests.support.api import command_line
+from tests.support.external import pixels, write
 from tests.support.packs import make_pack
 
 pytestmark = pytest.mark.ranks(1)
@@ -85,6 +86,19 @@ def test_a_run_gives_its_scaling_to_the_next(comm, given):
         more = {"init": str(folder), "normalize": "imagenet"}
         after = hp.train(**{**given, "run": f"{normalize}-3"}, **more)
         assert scaling_of(after.folder)[0] == list(IMAGENET[0])
+
+
+def test_first_weights_of_another_scale_are_said(comm, given, tmp_path):
+    """Bytes and 16 bits are of one scale, in [0, 1]; divided by something else, they are not."""
+    images, labels = pixels(40, (16, 16, 3), 5)
+    files = {"images": "x", "labels": "y", "data": str(tmp_path / "a.h5")}
+    write(tmp_path / "a.h5", images.astype("u2") * 257, labels)
+    first = hp.train(**given).folder
+    noted = {}
+    for run, more in {"wide": {}, "other": {"max_value": 4095.0}}.items():
+        folder = hp.train(**{**given, **files, **more, "run": run, "init": str(first)}).folder
+        noted[run] = "; this one is on uint16" in (Path(folder) / "progress.jsonl").read_text()
+    assert noted == {"wide": False, "other": True}
 
 
 def test_a_resumed_run_keeps_its_scaling(comm, given, tmp_path):

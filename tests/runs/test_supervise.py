@@ -188,6 +188,44 @@ def test_what_ranks_left_tells_why_a_launch_ended(run, tmp_path, name):
     assert code == 0 and re.match(f"launch 1 failed, exit code 1: {cause}", said), said
 
 
+@pytest.fixture
+def oom_kills(tmp_path, monkeypatch):
+    """The file with the kernel's count of this job on this node: 3 so far."""
+    job, proc = tmp_path / "cgroups/job_7", tmp_path / "proc"
+    job.mkdir(parents=True)
+    (job / "memory.events").write_text("oom 1\noom_kill 3\noom_group_kill 0\n")
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("0::/job_7/step_batch/user\n")
+    mount = f"30 20 0:26 / {job.parent} rw shared:9 - cgroup2 cgroup2 rw\n"
+    (proc / "self/mountinfo").write_text(mount)
+    (proc / "vmstat").write_text("oom_kill 8\n")
+    monkeypatch.setattr("hpctrain.launch.PROC", proc)
+    return job / "memory.events"
+
+
+def test_memory_is_named_as_the_cause_only_where_the_kernel_counted_a_kill(run, oom_kills):
+    script = f"once; echo oom_kill {{}} >{oom_kills}; kill -9 $$"
+    said = supervised(run, script.format(5))[1]
+    hint = f"; likely out of memory: OOM kills in the cgroup {oom_kills.parent}: 2; restarting"
+    assert said.startswith("launch 1 failed, SIGKILL: ") and hint in said
+    (run / "launches").unlink()
+    assert "memory" not in supervised(run, script.format(5))[1]
+    oom_kills.unlink()
+    (run / "launches").unlink()
+    vmstat = f"once; echo oom_kill 9 >{run.parent}/proc/vmstat; kill -9 $$"
+    assert "likely out of memory: OOM kills on this machine: 1;" in supervised(run, vmstat)[1]
+
+
+@pytest.mark.parametrize("state", ["OUT_OF_MEMORY", "FAILED"])
+def test_the_state_of_the_last_step_in_slurms_accounting_is_read(run, tmp_path, oom_kills, state):
+    listed = f"7|RUNNING\\n7.batch|RUNNING\\n7.0|OUT_OF_MEMORY\\n7.1|{state}\\n"
+    env = in_job(tmp_path, "n1 n2", srun=SRUN) | {"SLURM_JOB_ID": "7"}
+    write_scripts(tmp_path / "bin", sacct=f"printf '{listed}'")
+    _, said = supervised(run, "", before=["srun"], env=env)
+    hint = "; likely out of memory: Slurm's state of step 7.1 is OUT_OF_MEMORY; restarting"
+    assert (hint in said) == (state == "OUT_OF_MEMORY") and "launch 1 failed, exit code 3" in said
+
+
 @pytest.mark.parametrize("left", ["heartbeat", "end"])
 def test_what_an_earlier_launch_left_is_not_taken_for_the_cause(run, left):
     """Its heartbeats, by a clock that is ahead, and its crash, which the next launch records."""

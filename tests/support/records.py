@@ -18,6 +18,9 @@ from typing import Any
 from tests.support.api import Recorder
 
 FILE = "progress.jsonl"
+#: Fields without which a record is corrupt, by kind.
+NEEDED = {"step": ["step"], "epoch": ["epoch"], "evaluation": ["step", "split"]}
+NEEDED |= {"note": ["text"], "digest": ["step", "digest"], "end": ["status"]}
 SECONDS = {"data": 0.01, "compute": 0.06, "reduce": 0.02, "idle": 0.0, "total": 0.1}
 
 

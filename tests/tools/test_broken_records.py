@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpctrain as hp
-from tests.support.api import FIELDS, NEEDED, read_records
+from tests.support.api import FIELDS, read_records
 from tests.support.page import watched
 from tests.support.ranks import alone
 from tests.support.records import (
     FILE,
+    NEEDED,
     beat,
     end_line,
     epoch_line,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import onnxruntime
 import pytest
 import torch
 
 import hpctrain as hp
 from tests.support.api import command_line
+from tests.support.external import pixels, write
 from tests.support.packs import make_pack
 from tests.support.ranks import command
 from tests.support.runs import train_once
@@ -51,6 +53,27 @@ def test_other_networks_of_colour_images(tmp_path, model, words):
     for suffix, more in ((".onnx", ["--preprocess"]), (".pt2", [])):
         ended = export(run, tmp_path / f"model{suffix}", *more, *["--trust-code"] * (":" in model))
         assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize(
+    ("stored", "max_value", "type_name"),
+    [("u2", "4095", "tensor(uint16)"), ("f2", "255", "tensor(float)")],
+)
+def test_networks_of_hdf5_files_take_what_these_hold(tmp_path, stored, max_value, type_name):
+    images, labels = pixels(64, (12, 12, 1), 3)
+    path = write(tmp_path / "a.h5", images.astype(stored), labels)
+    words = ["--images", "x", "--labels", "y", "--max-value", max_value, "--model", "digits"]
+    run = train_once(path, *words)
+    assert export(run, tmp_path / "a.onnx", "--preprocess").code == 0
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    (taken,) = session.get_inputs()
+    assert (taken.shape[1:], taken.type) == ([12, 12, 1], type_name)
+    given = images.astype("u2" if stored == "u2" else "f4")
+    (scores,) = session.run(None, {"images": given})
+    expected = hp.load(run).predict(images.astype(stored)).probabilities
+    assert np.allclose(torch.from_numpy(scores).softmax(1), expected, atol=1e-5)
+    facts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(facts["scale"])["divisor"] == float(max_value)
 
 
 def test_the_file_lies_beside_the_weights_and_needs_no_pack(tmp_path):

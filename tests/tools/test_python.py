@@ -106,6 +106,12 @@ def tiny(image_shape, classes):
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12 * 12 * 3, classes))
 
 
+def flat(image_shape, classes):
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(int(np.prod(image_shape)), classes)
+    )
+
+
 @pytest.mark.ranks
 def test_settings_of_python_types_are_those_of_the_command_line(comm, data):
     given = {**data, "epochs": 1, "model": tiny, "class_weights": [1, 2, 3, 4, 5.5], "run": "a"}
@@ -197,10 +203,18 @@ def test_arrays_are_scaled_as_in_the_training(comm, trained):
     scaled = ((images / 255 - mean) / std).transpose(0, 3, 1, 2)
     assert np.allclose(inputs.numpy(), scaled, atol=1e-5) and inputs.shape == (29, 1, 28, 28)
     colour = np.repeat(images, 3, axis=3)  # is made gray
+    unit = images / 255
     for given in (
-        (images / 255).astype("<f4"),
-        (images / 255).astype(">f4"),
+        unit.astype("<f4"),
+        unit.astype(">f4"),
+        unit.astype("f2"),
+        unit[..., 0],
+        np.asfortranarray(unit),
+        torch.from_numpy(unit),
+        unit[:, None, :, :, 0].transpose(0, 2, 3, 1),
+        (image for image in images),
         images[..., 0],
+        images[::-1, ::-1][::-1, ::-1],
         colour,
     ):
         assert np.allclose(network.predict(given).probabilities, expected, rtol=1e-3, atol=1e-5)
@@ -219,6 +233,18 @@ REFUSED = {
     r"float32 \(20, 28, 1\)": np.zeros((2, 20, 28, 1), np.float32),
     "float32, uint8": [np.zeros((28, 28, 1), t) for t in (np.uint8, np.float32)],
     "no such file": "nowhere.png",
+    "a masked array": np.ma.masked_less(np.ones((28, 28), np.uint8), 1),
+    "a masked": [np.ma.masked_less(np.ones((28, 28), np.uint8), 1)],
+    "image of complex64": np.zeros((28, 28, 1), np.complex64),
+    f"image of {np.dtype(np.longdouble)}": np.zeros((28, 28, 1), np.longdouble),
+    "image of int64": np.zeros((28, 28, 1), int),
+    "BFloat16": torch.zeros(28, 28, 1, dtype=torch.bfloat16),
+    "requires grad": [torch.zeros(28, 28, 1, requires_grad=True)],
+    r"image of int64 \(\)": np.array(5),
+    r"image of float64 \(1, 28, 28\)": np.zeros((3, 1, 28, 28)),
+    "values from -1 to 0": np.full((28, 28), -1.0) + np.eye(28),
+    "None is no image": None,
+    "image of object": [{}],
 }
 
 
@@ -229,6 +255,17 @@ def test_images_that_no_network_takes(comm, trained):
         for take in (network.predict, network.preprocess):
             with pytest.raises(hp.UsageError, match=message):
                 take(images)
+
+
+@pytest.mark.ranks(1)
+def test_gray_images_whose_width_looks_like_channels_are_a_batch(comm, data, tmp_path):
+    """(N, H, 3) of a network for images of Hx3, and not one colour image."""
+    make_pack(tmp_path / "narrow.h5", ROWS, (12, 3, 1), 5)
+    narrow = {"data": str(tmp_path / "narrow.h5"), "run": "narrow", "epochs": 1, "model": flat}
+    network = hp.load(hp.train(**{**data, **narrow}).folder, trust_code=True)
+    assert len(network.predict(np.zeros((7, 12, 3), np.uint8))["row"]) == 7
+    assert len(network.predict(np.zeros((12, 3, 1), np.uint8))["row"]) == 1
+    assert len(network.predict(np.zeros((12, 3), np.uint8))["row"]) == 1
 
 
 @pytest.mark.ranks(1)

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpctrain as hp
-from tests.support.api import FIELDS, NEEDED, Recorder, read_records, truncate_record
+from tests.support.api import FIELDS, Recorder, read_records, truncate_record
 from tests.support.launch import Job, run
 from tests.support.records import (
     FILE,
+    NEEDED,
     end_line,
     epoch_line,
     evaluation_line,

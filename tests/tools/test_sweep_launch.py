@@ -142,7 +142,8 @@ def test_steps_share_the_memory_and_gpus_of_an_allocation_and_inherit_no_request
     env = JOB | {"SLURM_TASKS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000", "SLURM_GPUS": "4"}
     env |= {"SLURM_CPUS_PER_GPU": "3", "SLURM_NTASKS": "4", "HPCTRAIN_PMI": "pmi2"}
     _, words = steps(dry_run("--ranks-per-network", "2", env=env))
-    assert {"--mem=4000M", "--gpus-per-task=1", "--cpus-per-task=3", "--mpi=pmi2"} <= set(words)
+    assert {"--mem=4000M", "--cpus-per-task=3", "--mpi=pmi2"} <= set(words)
+    assert {"--gpus-per-task=1", "--gpu-bind=none"} <= set(words)
     left = run([*words[: words.index("srun")], "env"], env=env)
     names = {line.partition("=")[0] for line in left.stdout.splitlines()}
     assert set(env) - names == {"SLURM_GPUS", "SLURM_CPUS_PER_GPU", "SLURM_NTASKS"}

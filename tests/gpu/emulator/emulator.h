@@ -70,7 +70,7 @@ bool stream_of(cudaStream_t handle, Stream **found); /* false: no such stream */
 Stream *default_stream(int device);
 Stream *all_streams(void);
 Stream *add_stream(int device, bool blocking);
-/* Takes the lock for a call of the host, which may let some work be done. */
+/* Takes the lock for a call of the host, which may let some work be done; NULL: no call of CUDA. */
 void enter_call(const char *name);
 #define enter() enter_call(__func__)
 void leave(void);

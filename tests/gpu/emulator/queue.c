@@ -233,7 +233,7 @@ static void start(void) {
 
 /* Another order from now on; what is queued is done first. False: there is none of this name. */
 bool emulator_set_order(const char *text, long idle_milliseconds) {
-    enter();
+    enter_call(NULL);
     for (Stream *s = streams; s; s = s->next)
         finish_locked(s, s->queued);
     bool known = choose_order(text);
@@ -245,7 +245,8 @@ bool emulator_set_order(const char *text, long idle_milliseconds) {
 }
 
 void enter_call(const char *name) {
-    use_context(name);
+    if (name)
+        use_context(name);
     pthread_mutex_lock(&emulator_lock);
     if (!started)
         start();

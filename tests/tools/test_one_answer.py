@@ -1,0 +1,339 @@
+"""One answer for one picture, whatever it comes in, or a refusal that says why.
+
+Files go through `pack`, `predict`, `hp.load` and an exported network; the pictures of networks
+trained on HDF5 files come as rows of these, arrays, tensors, images of Pillow and files.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import hpctrain as hp
+from tests.support.api import command_line
+from tests.support.external import read, write
+from tests.support.pictures import encode, picture
+
+QUICK = {"epochs": 1, "lr": 0.5, "threads": 1, "progress": "none"}
+SIDE = 8  # of the images of networks
+
+
+def tiny(image_shape, classes):
+    """Scores that depend on every value of an image."""
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(int(np.prod(image_shape)), classes)
+    )
+
+
+def train(folder, data, **settings):
+    """Train a tiny network; its run."""
+    given = QUICK | {"data": str(data), "model": tiny, "runs_dir": str(folder), "run": "run"}
+    return hp.train(**given | settings).folder
+
+
+def table(path):
+    """The probabilities of a table of answers, by what stands in its first column but the row."""
+    with open(path, newline="") as file:
+        lines = list(csv.reader(file))
+    names = lines[0].index("source" if "source" in lines[0] else "file")
+    first = lines[0].index("probability") + 1
+    return {line[names]: np.array(line[first:], float) for line in lines[1:]}
+
+
+def predict(run, *words):
+    """The exit code of `predict`, and its answers."""
+    output = Path(run).parent / "answers.csv"
+    given = ["predict", str(run), *map(str, words), "--trust-code", "--threads=1"]
+    return command_line([*given, f"--output={output}"]), table(output)
+
+
+def export(run):
+    """A function of images that returns the probabilities of the exported network."""
+    output = Path(run).parent / "network.pt2"
+    words = ["export", str(run), "--preprocess", "--trust-code", f"--output={output}"]
+    assert command_line(words) == 0
+    module = torch.export.load(output).module()
+    return lambda images: module(torch.from_numpy(images)).softmax(1).detach().numpy()
+
+
+# Files
+
+
+def scene(mode="RGB", width=19, height=13, number=0):
+    """A picture of Pillow in this mode."""
+    return Image.fromarray(picture(number, width, height)).convert(mode)
+
+
+def saved(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def oriented(kind, number, mode="RGB"):
+    exif = Image.Exif()
+    exif[0x0112] = number
+    return saved(scene(mode), kind, exif=exif)
+
+
+def deep(scale=65535):
+    """16 bits: more values than 8 bits hold."""
+    return np.linspace(0, scale, 19 * 13).reshape(13, 19).round().astype(np.uint16)
+
+
+def transparent(mode):
+    image = scene(mode)
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    return image
+
+
+def keyed(mode, kind, value, **options):
+    """With one transparent value."""
+    return saved(scene(mode), kind, transparency=value, **options)
+
+
+def odd_files():
+    """(name, bytes) of 60 files that pack can read."""
+    modes = {"PNG": ("1", "L", "P", "RGB"), "TIFF": ("1", "L", "P", "RGB", "CMYK")}
+    modes |= {"BMP": ("1", "L", "P", "RGB"), "JPEG": ("L", "RGB", "CMYK"), "GIF": ("L", "P", "RGB")}
+    modes |= {"WEBP": ("L", "RGB"), "JPEG2000": ("L", "RGB"), "PPM": ("1", "L", "RGB")}
+    for kind in modes:
+        for number, mode in enumerate(modes[kind]):
+            yield f"{kind}-{mode}.{kind.lower()}", saved(scene(mode, number=number), kind)
+    for number in range(2, 9):
+        yield f"turned{number}.jpg", oriented("JPEG", number)
+    yield "turned.png", oriented("PNG", 6)
+    yield "turned.tif", oriented("TIFF", 8, "L")
+    yield "turned.webp", oriented("WEBP", 5)
+    yield "turned-deep.png", saved(Image.fromarray(deep()), "PNG")
+    yield "deep.tif", saved(Image.fromarray(deep()), "TIFF")
+    yield "deep.pgm", b"P5 19 13 65535\n" + deep().astype(">u2").tobytes()
+    for mode, kind in itertools.product(("RGBA", "LA"), ("PNG", "TIFF")):
+        yield f"transparent-{mode}.{kind.lower()}", saved(transparent(mode), kind)
+    yield "transparent.webp", saved(transparent("RGBA"), "WEBP", lossless=True)
+    yield "opaque.png", saved(scene("RGBA"), "PNG")
+    yield "keyed.png", keyed("RGB", "PNG", (128, 128, 128))
+    yield "keyed-gray.png", keyed("L", "PNG", 128)
+    yield "keyed.gif", keyed("P", "GIF", 3)
+    yield "four-bits.png", saved(scene("L").quantize(16), "PNG", bits=4)
+    yield "progressive.jpg", saved(scene(), "JPEG", progressive=True)
+    yield "4-1-1.jpg", saved(scene(), "JPEG", subsampling="4:1:1", quality=30)
+    yield "lzw.tif", saved(scene(), "TIFF", compression="tiff_lzw")
+    yield "jpeg.tif", saved(scene(), "TIFF", compression="jpeg")
+    yield "large.jpg", saved(scene(width=400, height=301), "JPEG")
+    yield "thin.png", saved(scene(width=1, height=97), "PNG")
+    yield "point.png", saved(scene("L", 1, 1), "PNG")
+    yield "no suffix", saved(scene(number=7), "PNG")
+    yield "of another kind.png", saved(scene(number=8), "JPEG")
+    yield "UPPER.JPG", saved(scene(number=9), "JPEG")
+    yield "æ€ 'x'.png", saved(scene(number=10), "PNG")
+
+
+def damaged_files():
+    """(name, bytes) of files that nothing can read."""
+    whole = saved(scene(), "PNG")
+    yield "empty.png", b""
+    yield "page.jpg", b"<html>403</html>"
+    yield "half.png", whole[: len(whole) // 2]
+    yield "half.jpg", saved(scene(), "JPEG")[:300]
+    yield "floats.tif", saved(Image.fromarray(deep() / np.float32(9)), "TIFF")
+    yield "32 bits.tif", saved(Image.fromarray(deep().astype(np.int32) - 5), "TIFF")
+    yield "signature.png", whole[:8]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder of the files above, in two classes."""
+    folder = tmp_path_factory.mktemp("odd") / "photos"
+    for number, (name, data) in enumerate([*odd_files(), *damaged_files()]):
+        (folder / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        (folder / "ab"[number % 2] / name).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("crop", [[], ["--crop"]], ids=["stretch", "crop"])
+def test_files_have_one_answer(photos, tmp_path, channels, crop):
+    """Equal pixels in the pack and in `hp.load`; equal answers of all four; equal refusals."""
+    words = ["--size", f"{SIDE}x{SIDE}", "--channels", channels, "--split", "1", *crop]
+    pack = tmp_path / "odd.h5"
+    given = ["pack", photos, *words, "--skip-bad", "--jobs", 1, "--output", pack]
+    assert command_line([*map(str, given)]) == 0
+    run = train(tmp_path, pack)
+    names = {name for name, _ in odd_files()}
+    packed = predict(run, "--split", "train")[1]
+    assert {os.path.basename(name) for name in packed} == names
+
+    code, of_files = predict(run, photos)
+    assert code == 1  # for those that cannot be read
+    of_files = {os.path.relpath(name, photos): answer for name, answer in of_files.items()}
+    assert of_files.keys() == packed.keys()
+    network = hp.load(run, trust_code=True)
+    answers = network.predict(photos, skip_bad=True)
+    unusable = {os.path.basename(name) for name in answers.unusable}
+    assert unusable == {name for name, _ in damaged_files()}
+    loaded = dict(zip(answers["file"].tolist(), answers.probabilities, strict=True))
+    loaded = {os.path.relpath(name, photos): answer for name, answer in loaded.items()}
+
+    with h5py.File(pack) as file:
+        pixels = file["train/images"][:]
+        ends = file["train/name_offsets"][:]
+        joined = file["train/names"][:].tobytes()
+    rows = [joined[a:b].decode() for a, b in itertools.pairwise(ends.tolist())]
+    exported = export(run)(pixels)
+    inputs = network.preprocess([photos / name for name in rows])
+    assert torch.equal(inputs, network.preprocess(pixels)), "files give the pixels of the pack"
+    images = [Image.open(io.BytesIO((photos / name).read_bytes())) for name in rows]
+    # A large JPEG file is decoded at a smaller scale.
+    assert torch.allclose(inputs, network.preprocess(images), rtol=0, atol=1.01 / 255)
+    for name, answer in zip(rows, exported, strict=True):
+        for other in (of_files[name], loaded[name], answer):
+            assert np.allclose(other, packed[name], atol=2e-6), name
+
+
+# Networks of HDF5 files
+
+
+X = np.random.default_rng(0).integers(0, 256, (40, SIDE, SIDE))
+X[:, 0, 0] = 255
+X[:, 0, 1] = 0
+LABELS = np.arange(len(X)) % 2
+MASKS = (X > 99).astype(np.uint8)
+HOUNSFIELD = (X * 12.0 - 1000).astype(np.float32)
+NETWORKS = {  # stored images, --max-value, what 1.0 is, the forms that have a meaning
+    "bytes": (X.astype("u1"), None, 255, "stored uint8 pillow png unit"),
+    "bytes/255": (X.astype("u1"), 255.0, 255, "stored uint8 pillow png unit"),
+    "masks": (MASKS, 1.0, 1, "stored uint8 floats doubles pillow png unit"),
+    "dark bytes": (MASKS, None, 255, "stored uint8 pillow png"),
+    "bytes/100": (X.astype("u1"), 100.0, 100, "stored uint8 floats doubles pillow png"),
+    "16 bits": ((X * 257).astype("u2"), None, 65535, "stored pillow16 png16 uint8 png pillow unit"),
+    "12 bits": ((X * 16).astype("u2"), 4095.0, 4095, "stored floats doubles pillow16 png16"),
+    "dark 16 bits": ((X * 16).astype("u2"), None, 65535, "stored pillow16 png16"),
+    "8 in 16 bits": (X.astype("u2"), 255.0, 255, "stored uint8 png pillow floats doubles"),
+    "floats": ((X / 255).astype("f4"), None, 1, "stored unit doubles uint8 pillow png"),
+    "halves": ((X / 256).astype("f2"), None, 1, "stored unit floats doubles"),
+    "doubles as they are": (X / 255, 1.0, 1, "stored unit floats uint8 pillow png"),
+    "dark floats": ((X / 4096).astype("f4"), None, 1, "stored unit doubles"),
+    "raw floats": (X.astype("f4"), 1.0, 1, "stored doubles uint8 pillow png"),
+    "raw floats/255": (X.astype("f4"), 255.0, 255, "stored doubles uint8 pillow png"),
+    "raw 12 bits": ((X * 16).astype("f8"), 4095.0, 4095, "stored floats pillow16 png16"),
+    "percent": ((X / 2.55).astype("f4"), 100.0, 100, "stored doubles"),
+    "Hounsfield": (HOUNSFIELD, 1.0, 1, "stored doubles"),
+}
+
+
+def shown(stored, divisor, full):
+    """The picture as files of 8 or 16 bits hold it: stored values if they need as many, else scaled
+    to `full`, as programs do that show pictures.
+    """
+    is_whole = np.array_equal(stored, np.round(stored)) and stored.min() >= 0
+    kind, least = ("u1", 0) if full == 255 else ("u2", 255)
+    if stored.dtype == np.uint8:
+        return stored.astype(kind) * (full // 255)
+    if is_whole and least < stored.max() <= full:
+        return stored.astype(kind)
+    low, high = min(0.0, float(stored.min())), max(float(divisor), float(stored.max()))
+    return ((stored.astype(float) - low) / (high - low) * full).round().astype(kind)
+
+
+def forms(stored, divisor, folder):
+    """The same pictures in each form, by its name."""
+    eight, sixteen = (shown(stored, divisor, full) for full in (255, 65535))
+    files = {"png": eight, "png16": sixteen}
+    for name, values in files.items():
+        for number, image in enumerate(values):
+            (folder / f"{name}{number:02}").write_bytes(encode(image))
+    return {
+        "stored": stored,
+        "uint8": eight,
+        "floats": stored.astype("f4"),
+        "doubles": torch.from_numpy(stored.astype("f8")),
+        "pillow": [Image.fromarray(image) for image in eight],
+        "pillow16": [Image.fromarray(image) for image in sixteen],
+        "png": [folder / f"png{n:02}" for n in range(len(stored))],
+        "png16": [folder / f"png16{n:02}" for n in range(len(stored))],
+        "unit": (stored / divisor).astype("f8"),
+    }
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_pictures_of_hdf5_files_have_one_answer(tmp_path, case):
+    """What has no certain meaning is refused in one line that names the training's values."""
+    stored, max_value, divisor, taken = NETWORKS[case]
+    path = write(tmp_path / "a.h5", stored, LABELS)
+    more = {} if max_value is None else {"max_value": max_value}
+    run = train(tmp_path, path, images="x", labels="y", split="0.5,0.5", batch_size=10, **more)
+    rows = predict(run)[1]
+    chosen = [int(name.removeprefix("/x[").removesuffix("]")) for name in rows]
+    network = hp.load(run, trust_code=True)
+    expected = np.stack([*rows.values()])
+    values = stored[chosen].astype("f4") * np.float32(1 / divisor)
+    most = np.abs(values).max()
+    refused = {}
+    for name, images in forms(stored[chosen], divisor, tmp_path).items():
+        try:
+            inputs = network.preprocess(images)[:, 0].numpy()
+        except (hp.UsageError, hp.RunError) as error:
+            refused[name] = str(error)
+            continue
+        assert np.allclose(inputs, values, rtol=0, atol=0.003 * most), name
+        assert np.allclose(network.predict(images).probabilities, expected, atol=0.01), name
+    assert not refused.keys() & {*taken.split()}
+    images = stored[chosen][..., None]
+    images = images.astype("f4") if stored.dtype.kind == "f" else images
+    assert np.allclose(export(run)(images), expected, atol=2e-6)
+    assert all("give" in text for text in refused.values())
+
+
+OTHERS = {  # of a network, what other files are: divided by this, or what the refusal names
+    "bytes": {"pack": 255, "bytes": 255, "floats": 1, "16 bits": "uint16", "raw floats": "255"},
+    "16 bits": {"pack": 255, "bytes": 255, "16 bits": 65535, "floats": 1, "raw floats": "255"},
+    "bytes/255": {"pack": 255, "floats": 1, "raw floats": "from 0 to 255", "Hounsfield": "-1000"},
+    "bytes/100": {"pack": "is a pack", "bytes": 100, "floats": "0 to 1", "16 bits": "uint16"},
+    "12 bits": {"pack": "4080", "bytes": "uint8", "12 bits": 4095, "16 bits": "from 0 to 65535"},
+    "floats": {"pack": 255, "bytes": 255, "doubles as they are": 1, "16 bits": "uint16"},
+    "raw floats": {"pack": "is a pack", "bytes": 1, "floats": "from 0 to 1", "Hounsfield": "-1000"},
+    "Hounsfield": {"pack": "-1000", "bytes": "uint8", "floats": "from 0 to 1", "Hounsfield": 1},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_files_are_evaluated_in_the_scale_of_the_training(tmp_path, case):
+    """The loss is that of the network of torch on these values, or the file is refused."""
+    stored, max_value, _, _ = NETWORKS[case]
+    more = {} if max_value is None else {"max_value": max_value}
+    how = {"images": "x", "labels": "y", "split": "0.5,0.5", "batch_size": 10}
+    run = train(tmp_path, write(tmp_path / "a.h5", stored, LABELS), **how, **more)
+    hp.write_pack(tmp_path / "pack.h5", {"train": (X.astype("u1"), LABELS)}, "01")
+    model = hp.load(run, trust_code=True).model
+    for other, outcome in OTHERS[case].items():
+        path, images = tmp_path / "pack.h5", X.astype("u1")
+        if other != "pack":
+            images = NETWORKS[other][0]
+            path = write(tmp_path / "b.h5", images, LABELS)
+        given = {"data": str(path), "split": "train", "trust_code": True, "threads": 1}
+        if isinstance(outcome, str):
+            with pytest.raises(hp.UsageError, match=outcome) as caught:
+                hp.evaluate(run, **given)
+            assert path.name in str(caught.value) and "\n" not in str(caught.value)
+            continue
+        found = hp.evaluate(run, **given)
+        scores = model(torch.from_numpy((images / outcome).astype("f4"))[:, None])
+        losses = torch.nn.functional.cross_entropy(
+            scores, torch.from_numpy(LABELS), reduction="none"
+        )
+        if other == "pack":
+            expected = losses.mean().item()
+        else:  # half of them, which the run has drawn from this file as from its own
+            drawn = read(path, split="0.5,0.5", block_rows=0, max_value=1.0).splits["train"].rows
+            expected = losses[drawn.astype(int)].mean().item()
+        assert found.loss == pytest.approx(expected, rel=1e-4), other
