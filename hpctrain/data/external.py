@@ -41,7 +41,7 @@ from hpctrain.data.pack import (
     Stored,
 )
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.scale import FLOATS, FULL, Scale
+from hpctrain.data.scale import FLOATS, FULL, Scale, is_unit
 from hpctrain.data.split import NOT_FINITE, File, Split, as_bytes
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.text import listed, printable
@@ -307,9 +307,9 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
     with open(data.file.filename, "rb") as file:
         usual = {3: "NWH", 4: "NCWH"} if file.read(len(MATLAB)) == MATLAB else {3: "NHW"}
     chosen = layout or usual.get(len(shape), "NHWC")
-    if len(shape) == 2 and 0 not in shape:
+    if len(shape) not in (3, 4):
         way = f"write them anew, {reshaped(data, '.reshape(N, H, W)')}, or (N, H, W, C)"
-        raise Unusable(f"{name} are flat, {shape}: {way}")
+        raise Unusable(f"{name} have shape {shape}: {way}")
     if len(shape) != len(LAYOUTS[chosen]) or 0 in shape:
         raise Unusable(f"{name} have shape {shape}, which is not {chosen}: say --layout")
     if not layout and len(shape) == 4 and shape[LAYOUTS[chosen][3]] > MOST_CHANNELS:
@@ -348,6 +348,10 @@ def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
     if h5py.check_string_dtype(data.dtype):
         return read_names(data, samples)
     values = data[...]
+    if names_of := h5py.check_enum_dtype(data.dtype):
+        by_value = {value: name for name, value in names_of.items()}
+        texts = [by_value.get(value, str(value)) for value in values.reshape(-1).tolist()]
+        return one_each(np.array(texts), name, samples)
     if values.dtype.kind not in "biuf":
         raise Unusable(f"{name} are {values.dtype}: write integers, truth values or strings")
     if values.ndim == 2 and len(values) == samples and values.shape[1] > 1:
@@ -481,7 +485,7 @@ def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> Probe:
     if not (finite := np.isfinite(images).all(axis=(1, 2, 3))).all():
         raise UsageError(f"{where}[{rows[finite.argmin()]}] {NOT_FINITE}")
     low, high = float(images.min()), float(images.max())
-    if not has_max_value and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
+    if not has_max_value and images.dtype.kind == "f" and not is_unit(low, high):
         divisor = next((f"{d:g}" for d in FULL.values() if high <= d), f"{high:g}")
         way = f"--max-value {divisor}, which divides them by {divisor}, or " if low >= 0 else ""
         found = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"

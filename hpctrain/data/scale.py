@@ -15,7 +15,13 @@ from hpctrain.errors import UsageError
 FULL = {"uint8": 255.0, "uint16": 65535.0}  # largest value of a type
 FLOATS = ("float16", "float32", "float64")
 DARK = 16.0  # with larger values in training, floats in [0, 1] were scaled by something else
+ROUNDING = 1e-3
 SPARE = 2.0  # how many times larger than in training the values of integers may be
+
+
+def is_unit(low: float, high: float) -> bool:
+    """Whether values from `low` to `high` are in [0, 1], but for the rounding of float16."""
+    return -ROUNDING <= low <= high <= 1 + ROUNDING
 
 
 class Scale(NamedTuple):
@@ -36,7 +42,7 @@ class Scale(NamedTuple):
         """Whether 1.0 stands for the largest value of the type; of floats, all are in [0, 1]."""
         if self.dtype in FULL:
             return self.divisor == FULL[self.dtype]
-        return self.divisor == 1 and 0 <= self.low <= self.high <= 1
+        return self.divisor == 1 and is_unit(self.low, self.high)
 
     @property
     def reach(self) -> float:
@@ -71,7 +77,7 @@ class Scale(NamedTuple):
             return self.divisor
         if dtype in FULL:
             return FULL[dtype]
-        if not 0 <= low <= high <= 1:
+        if not is_unit(low, high):
             raise UsageError(f"values from {low:g} to {high:g}: give {self._wanted()}")
         return 1.0
 
@@ -90,7 +96,7 @@ class Scale(NamedTuple):
         is_scaled = dtype in FLOATS and 0 < high <= 1 and self.high > self._darkest()
         is_open = self.divisor == 1 and self.dtype in FLOATS
         most = SPARE * max(self.high, self.divisor)
-        if is_scaled or low < 0 <= self.low or (high > most and not is_open):
+        if is_scaled or low < -ROUNDING * self.high <= self.low or (high > most and not is_open):
             here = f"values from {low:g} to {high:g}, and the training was on {self}"
             raise UsageError(f"{here}: give {self._wanted()}")
 

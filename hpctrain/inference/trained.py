@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,9 @@ from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks import make_task
 from hpctrain.text import MOST_NAMED, brief, listed, printable, say
+
+PICTURE_CHANNELS = (1, 3)  # gray, RGB
+PICTURES = (Path, Image.Image)
 
 
 def load(
@@ -201,11 +205,11 @@ class Images:
         self._threads = threads
         height, width, channels = self.image_shape = network.image_shape
         crop = network.metadata["provenance"].get("fit") == "crop"
-        self._given, self._fit, self._scale = (
-            images,
-            Fit(width, height, channels, crop),
-            network.scale,
-        )
+        self._given, self._scale = images, network.scale
+        self._fit = Fit(width, height, channels, crop)
+        if channels not in PICTURE_CHANNELS and any(isinstance(x, PICTURES) for x in images):
+            takes = f"the network takes images of {channels} channels"
+            raise UsageError(f"{takes}, and pictures have 1 or 3: give arrays to hp.load")
         types = {getattr(image, "dtype", np.dtype(np.uint8)) for image in images}
         if len(types) > 1:
             raise UsageError(f"images of several types: {listed(sorted(map(str, types)))}")
@@ -325,19 +329,23 @@ def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
     Raises UsageError.
     """
     array, scale = to_numpy(given), network.scale
+    shape = network.image_shape
+    if array.ndim == 2 and array.shape[1] == math.prod(shape) and array.shape != shape[:2]:
+        raise UsageError(f"flat images {array.shape}: reshape them to (N, *{shape})")
     array = array[..., None] if array.ndim == 2 else array
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     kind = array.dtype.name
-    if kind == "uint8" and array.ndim == 3 and array.shape[2] in (1, 3) and array.size:
+    is_picture = array.ndim == 3 and array.shape[2] in PICTURE_CHANNELS and array.size
+    if kind == "uint8" and (array.shape == shape or (is_picture and shape[2] in PICTURE_CHANNELS)):
         return array
     types = FLOATS if scale.is_bytes else (*FULL, *FLOATS)
-    if kind in types and array.shape == network.image_shape:
+    if kind in types and array.shape == shape:
         return scaled(array, scale)
     values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
-    raise UsageError(
-        f"an image of {kind} {array.shape}: give uint8 (H, W, C) of any size, C = 1 (gray) or 3,"
-        f" or {values} of the network's size, {network.image_shape}"
-    )
+    ways = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
+    if shape[2] not in PICTURE_CHANNELS:
+        ways = f"uint8, {values} of the network's size"
+    raise UsageError(f"an image of {kind} {array.shape}: give {ways}, {shape}")
 
 
 def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:

@@ -22,7 +22,7 @@ from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import External, Pack, SplitInfo, images_note, read_pack
 from hpctrain.data.partition import assign_shards, random_key
-from hpctrain.data.scale import Scale
+from hpctrain.data.scale import SPARE, Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model, require_split
@@ -35,6 +35,7 @@ from hpctrain.models import (
     load_init,
     read_model,
 )
+from hpctrain.models.init import Scaling
 from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
@@ -115,6 +116,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         function = import_own(config.augment, "--augment")
         task = make_task({**vars(config), **resolved}, len(pack.classes), like, *own)
         scaling, why = choose_scaling(config, begun, pack, model, init)
+        check_normalized(scaling, pack)
         norms = BatchNorms(model, config.batch_norm)
     if code := source_files(vars(config)):
         check_equal_on_all(comm, code)
@@ -289,6 +291,13 @@ def make_model(
     if config.init and first_weights:
         init = load_init(model, find_model(config.init, config.runs_dir), classes, shape[2])
     return model.train(), init
+
+
+def check_normalized(scaling: Scaling, pack: Pack) -> None:
+    """Raise UsageError for mean and std, which are of images in [0, 1], of far other images."""
+    if scaling and (pack.scale.low < 0 or pack.scale.reach > SPARE):
+        text = f"are of images in [0, 1], and {pack.path} holds {pack.scale}"
+        raise UsageError(f"mean and std {text}: give another --max-value, or --normalize unit")
 
 
 def scale_note(init: InitialWeights | None, pack: Pack) -> str:

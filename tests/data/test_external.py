@@ -170,6 +170,14 @@ def test_strings_are_names_of_classes_in_sorted_order(tmp_path, kind):
     assert as_set(*everything(pack)) == as_set(IMAGES, np.array([3, 0, 1, 2])[LABELS])
 
 
+def test_names_of_an_enumeration_are_names_of_classes(tmp_path):
+    kind = h5py.enum_dtype({"dog": 0, "cat": 1, "ant": 7}, "i4")
+    values = np.array([0, 1, 7, 5])[LABELS].astype(kind)  # 5 has no name
+    pack = read(write(tmp_path / "a.h5", IMAGES, values), "x", "y", split="1", block_rows=0)
+    assert pack.classes == ("5", "ant", "cat", "dog")
+    assert as_set(*everything(pack)) == as_set(IMAGES, np.array([3, 2, 1, 0])[LABELS])
+
+
 @given(st.lists(st.integers(-(2**40), 2**40), min_size=CLASSES, max_size=CLASSES, unique=True))
 def test_labels_are_mapped_to_classes_in_ascending_order(tmp_path_factory, values):
     values = np.sort(values)
@@ -350,7 +358,7 @@ BAD = {  # a data set, its values or what makes it, and what is named beside the
     "text": ("x", np.array([b"abc"] * ROWS), "hp.write_pack"),
     "flat": ("x", IMAGES.reshape(ROWS, -1), "[:].reshape(N, H, W)"),
     "other layout": ("x", NCHW, "NHWC, NCHW or (of MATLAB) NCWH"),
-    "five dimensions": ("x", IMAGES[None], "(1, 211, 7, 5, 3)"),
+    "five dimensions": ("x", IMAGES[None], "(1, 211, 7, 5, 3): write them anew"),
     "a number": ("x", np.uint8(3), "/x"),
     "no images": ("x", IMAGES[:0], "(0, 7, 5, 3)"),
     "a null": ("x", h5py.Empty("u1"), "/x"),

@@ -101,6 +101,16 @@ def test_first_weights_of_another_scale_are_said(comm, given, tmp_path):
     assert noted == {"wide": False, "other": True}
 
 
+def test_mean_and_std_of_images_in_0_to_1_are_not_applied_to_others(comm, given, tmp_path):
+    images, labels = pixels(40, (16, 16, 3), 5)
+    files = {"images": "x", "labels": "y", "data": str(tmp_path / "a.h5")}
+    write(tmp_path / "a.h5", images.astype("f4"), labels)
+    for more in ({"normalize": "imagenet"}, {"init": str(tmp_path / "foreign.pth")}):
+        with pytest.raises(hp.UsageError, match="float32 values from 0 to .* --normalize unit"):
+            hp.train(**{**given, **files, **more, "max_value": 1.0})
+        hp.train(**{**given, **files, **more, "max_value": 255.0, "run": next(iter(more))})
+
+
 def test_a_resumed_run_keeps_its_scaling(comm, given, tmp_path):
     first = {**given, "init": str(tmp_path / "foreign.pth")}
     hp.train(**first)

@@ -244,6 +244,7 @@ REFUSED = {
     r"image of float64 \(1, 28, 28\)": np.zeros((3, 1, 28, 28)),
     "values from -1 to 0": np.full((28, 28), -1.0) + np.eye(28),
     "None is no image": None,
+    r"flat images \(5, 784\)": np.zeros((5, 784), np.uint8),
     "image of object": [{}],
 }
 
@@ -266,6 +267,23 @@ def test_gray_images_whose_width_looks_like_channels_are_a_batch(comm, data, tmp
     assert len(network.predict(np.zeros((7, 12, 3), np.uint8))["row"]) == 7
     assert len(network.predict(np.zeros((12, 3, 1), np.uint8))["row"]) == 1
     assert len(network.predict(np.zeros((12, 3), np.uint8))["row"]) == 1
+
+
+@pytest.mark.ranks(1)
+def test_networks_of_other_channels_than_pictures_take_arrays(comm, data, tmp_path, photos):
+    """Arrays of the network's shape, such as the rows of its HDF5 file."""
+    make_pack(tmp_path / "four.h5", ROWS, (12, 12, 4), 5)
+    four = {"data": str(tmp_path / "four.h5"), "run": "four", "epochs": 1, "model": flat}
+    network = hp.load(hp.train(**{**data, **four}).folder, trust_code=True)
+    images = arrays(tmp_path / "four.h5", "test")[0]
+    expected = network.predict(images).probabilities
+    unit = (images / 255).astype("f4")
+    assert np.allclose(network.predict(unit).probabilities, expected, rtol=1e-3, atol=1e-5)
+    alone = network.predict(images[5]).probabilities
+    assert np.allclose(alone, expected[5:6], rtol=1e-3, atol=1e-5)
+    for given in (photos, Image.new("RGB", (12, 12)), images[:, :9], np.zeros((12, 12, 3), "u1")):
+        with pytest.raises(hp.UsageError, match="4 channels|12, 12, 4"):
+            network.predict(given)
 
 
 @pytest.mark.ranks(1)
