@@ -38,6 +38,10 @@ class RunError(Failure):
     """The job was valid but failed while it ran (full disk, NaN loss, truncated file)."""
 
 
+class DeviceFailure(RunError):
+    """A GPU, or a kernel on it, failed: this process cannot use it again, nor free its memory."""
+
+
 def first_line(error: object) -> str:
     """Return the first line of an error's text, or the name of its class if it has no text.
 

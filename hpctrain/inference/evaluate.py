@@ -32,7 +32,12 @@ from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import Answer, Inference, find_model, require_split
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel import mpi
-from hpctrain.parallel.device import choose_device, keep_memory, torch_settings
+from hpctrain.parallel.device import (
+    choose_device,
+    explain_errors,
+    keep_memory,
+    torch_settings,
+)
 from hpctrain.parallel.hosts import decoding_threads, fair_threads
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
@@ -163,7 +168,8 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
     task = replace(task, precision=settings.precision or task.precision)
     network.inference = network.inference._replace(task=task, rows=rows)
     # With algorithms chosen by timing, the figures would depend on the ranks.
-    with torch_settings(task.precision, benchmark=False):
+    smaller = explain_errors(RunError, "a smaller --batch-size needs less")
+    with torch_settings(task.precision, benchmark=False), smaller:
         yield network
 
 

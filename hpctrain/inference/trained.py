@@ -26,7 +26,7 @@ from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import build, input_like, load_weights, read_model
-from hpctrain.parallel.device import choose_device, place, torch_settings
+from hpctrain.parallel.device import choose_device, explain_errors, place, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks import make_task
@@ -144,7 +144,8 @@ class TrainedNetwork:
             raise UsageError(f"batch_size {batch_size}: give 1 or more")
         opened = open_images(self, images)
         inference = self.inference._replace(rows=batch_size or self.inference.rows)
-        with torch_settings(inference.task.precision, benchmark=False):
+        smaller = explain_errors(RunError, "a smaller batch_size needs less")
+        with torch_settings(inference.task.precision, benchmark=False), smaller:
             found = list(inference.answers(opened, range(inference.blocks(len(opened)))))
         bad = {row: why for block, _ in found for row, why in block.bad.items()}
         if not skip_bad:

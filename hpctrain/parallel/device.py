@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.errors import Failure, RunError, UsageError, first_line
+from hpctrain.errors import DeviceFailure, Failure, RunError, UsageError, first_line
 from hpctrain.streams import record_event
 from hpctrain.text import brief, counted
 
@@ -318,7 +318,11 @@ def _set_debug_mode(mode: int) -> None:
         torch.set_deterministic_debug_mode(mode)
 
 
-NO_MEMORY = re.compile("can't allocate memory|out of memory")  # words of torch, and of CUDA
+NO_MEMORY = re.compile("can't allocate memory|out of memory|STATUS_ALLOC_FAILED")  # torch, CUDA
+MORE_SHARDS = (
+    "a new run with more --shards needs less, but batch norm then normalizes smaller groups of"
+    " images"
+)
 REFUSAL = "does not have a deterministic implementation"  # torch's words
 OF_DEVICE = re.compile("(CUDA|HIP) error|(CUDNN|CUBLAS|MIOPEN|HIPBLAS)_STATUS|miopenStatus")
 
@@ -353,19 +357,24 @@ def is_of_device(error: BaseException) -> bool:
 
 
 @contextmanager
-def explain_errors(refused: type[Failure]) -> Iterator[None]:
-    """Raise one line in place of two errors of torch.
+def explain_errors(refused: type[Failure], advice: str = MORE_SHARDS) -> Iterator[None]:
+    """Raise one line in place of three errors of torch.
 
-    RunError if memory runs out, `refused` if --deterministic lacks an operation, which is named.
+    RunError if memory runs out, which `advice` says how to avoid. DeviceFailure if a GPU fails.
+    `refused` if --deterministic lacks an operation, which is named.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         text = " ".join(str(error).split())
+        line = first_line(error)
         if isinstance(error, MemoryError) or NO_MEMORY.search(text):
-            raise RunError(
-                f"out of memory ({brief(first_line(error))}): a new run with more --shards needs"
-                " less, but batch norm then normalizes smaller groups of images"
+            needed = re.split("(?<= free)[.]", line)[0]  # then torch describes its allocator
+            raise RunError(f"out of memory ({brief(needed)}): {advice}") from error
+        if isinstance(error, torch.AcceleratorError):
+            which = "CUDA_LAUNCH_BLOCKING=1 in the environment shows which"
+            raise DeviceFailure(
+                f"a GPU or a kernel on it failed ({brief(line)}): {which}"
             ) from error
         if REFUSAL not in text:
             raise

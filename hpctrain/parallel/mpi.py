@@ -32,7 +32,7 @@ from hpctrain.cluster import (
     require_mpi_launcher,
 )
 from hpctrain.cores import core_count
-from hpctrain.errors import Failure, OwnCodeError, UsageError, first_line
+from hpctrain.errors import DeviceFailure, Failure, OwnCodeError, UsageError, first_line
 from hpctrain.fault import fault
 from hpctrain.watchdog import MPI_INIT, current, doing, limit_time, waiting
 
@@ -221,6 +221,8 @@ def conclude(error: BaseException) -> int:
         if error.agreed or world.size == 1:
             if world.rank == 0 and (launched_rank() == 0 or launched_size() is None):
                 print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+            if isinstance(error, DeviceFailure):  # at its end Python frees tensors: torch aborts
+                end_without_cleanup(code)
             return code
         if isinstance(error, OwnCodeError) and world.rank:
             time.sleep(1.0)  # if rank 0 fails alike, its line is the only one
@@ -237,6 +239,14 @@ def conclude(error: BaseException) -> int:
     if world.size > 1:
         world.Abort(code)
     return code
+
+
+def end_without_cleanup(code: int) -> None:
+    """End this process, and all others of a launch, without the destructors of Python."""
+    sys.stdout.flush()
+    if MPI.COMM_WORLD.size > 1:
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
 
 
 def end_mpi() -> None:

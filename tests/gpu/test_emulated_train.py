@@ -102,3 +102,12 @@ def test_a_run_goes_on_on_another_device_unless_its_bits_are_promised(folder):
         done = launch([*words, "--device", "cpu", "--epochs", "2"], timeout=200)
         assert done.returncode == code, done.stdout + done.stderr
         assert ("begun with device cuda, not cpu" in done.stderr) == (code == 2)
+
+
+def test_a_kernel_that_fails_is_one_line(folder):
+    words = ["train", "--data", str(folder / "pack.h5"), "--runs-dir", str(folder / "runs")]
+    words += ["--model", "tests.support.nets:failing_on_gpu", "--run", "fails", "--threads", "1"]
+    done = launch([*words, "--device", "cuda", "--batch-size", "8"], timeout=200)
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "a GPU or a kernel on it failed (CUDA error: device-side assert triggered)" in line

@@ -7,6 +7,7 @@ import json
 import warnings
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from scripts.bench.steps import first_batches, ready
 from tests.gpu.emulator import EMULATED
 from tests.support.api import memory_of, open_transport, zeros_for_messages
 from tests.support.packs import make_pack
+from tests.support.ranks import alone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,3 +123,18 @@ def test_staging_sums_what_lies_on_the_gpu(comm):
     vector.copy_(torch.arange(1003))
     open_transport(comm, "host", 64).allreduce(vector)
     assert torch.equal(vector.cpu(), torch.arange(1003.0))
+
+
+def test_a_gpu_finds_the_figures_of_the_cpu(tmp_path):
+    pack = make_pack(tmp_path / "pack.h5", {"train": 61, "test": 47})
+    same = ["--runs-dir", tmp_path / "runs", "--threads", "1"]
+    train = ["train", "--data", pack, "--epochs", "1", "--batch-size", "16", "--run", "a"]
+    assert alone(*train, *same, "--device", "cpu").code == 0
+    found = []
+    for device in ("cpu", "cuda"):
+        output = tmp_path / f"{device}.json"
+        assert alone("evaluate", "a", *same, "--device", device, "--output", output).code == 0
+        found.append(json.loads(output.read_text()))
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-3)  # TF32 is allowed here
+    apart = np.array(found[0]["confusion"]) - np.array(found[1]["confusion"])
+    assert np.abs(apart).sum() <= 2

@@ -338,7 +338,21 @@ def fill_host():
 
 
 def fill_gpu():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB of"
+        " which 1.50 GiB is free. Of the allocated memory 14.27 GiB is allocated by PyTorch. See"
+        " documentation for Memory Management"
+    )
+
+
+def fill_gpu_beside_torch():
+    text = "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    raise RuntimeError(f"CUDA error: {text}")
+
+
+def index_outside():
+    indices = torch.full((3,), 99, device="cuda")
+    torch.embedding(torch.zeros(5, 3, device="cuda"), indices)
 
 
 def fill_python():
@@ -347,6 +361,8 @@ def fill_python():
 
 out_of_host_memory = partial(OutOfMemory, fill_host)
 out_of_gpu_memory = partial(OutOfMemory, fill_gpu)
+failing_on_gpu = partial(OutOfMemory, index_outside)
+out_of_cublas_memory = partial(OutOfMemory, fill_gpu_beside_torch)
 out_of_python_memory = partial(OutOfMemory, fill_python)
 
 

@@ -169,15 +169,3 @@ def test_corrupt_images_have_no_answers(trained, trained_copy, tmp_path, name):
     assert ended.code == 1 and "sample 0 of split 'test' is corrupt" in ended.err
     lines = (tmp_path / "p").read_text().splitlines() if name == "predict" else []
     assert len(lines) == (TEST if name == "predict" else 0)  # a head, and all rows but one
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_finds_the_figures_of_the_cpu(trained, tmp_path):
-    found = []
-    for device in ("cpu", "cuda"):
-        words = ["--device", device, "--output", tmp_path / f"{device}.json"]
-        assert command(1, "evaluate", trained.run("plain"), *words).code == 0
-        found.append(json.loads((tmp_path / f"{device}.json").read_text()))
-    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-3)  # TF32 is allowed here
-    apart = np.array(found[0]["confusion"]) - np.array(found[1]["confusion"])
-    assert np.abs(apart).sum() <= 2

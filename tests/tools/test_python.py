@@ -287,6 +287,22 @@ def test_networks_of_other_channels_than_pictures_take_arrays(comm, data, tmp_pa
 
 
 @pytest.mark.ranks(1)
+def test_out_of_memory_names_the_batch_size(comm, trained):
+    def fill(module, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    network = hp.load(trained.run("plain"))
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(fill)
+    try:
+        with pytest.raises(hp.RunError, match=r"^out of memory .*: a smaller batch_size needs"):
+            network.predict(np.zeros((2, *network.image_shape), np.uint8))
+        with pytest.raises(hp.RunError, match=r"^out of memory .*: a smaller --batch-size needs"):
+            hp.evaluate(trained.run("plain"), threads=1)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.ranks(1)
 def test_images_that_cannot_be_read(comm, trained, photos):
     network = hp.load(trained.run("plain"))
     before = state_of_process()
