@@ -75,6 +75,7 @@ class PackConfig(Settings):
     size: Size | None = option("resize to WIDTHxHEIGHT pixels; default: must agree", group="Images")
     crop: bool = option("crop the centre instead of stretching", False)
     channels: Literal[1, 3] | None = option("1 = gray, 3 = colour; default: 3 if any has colour")
+    background: Literal["white", "black"] = option("ground behind transparent pixels", "white")
     encoding: Literal["raw", "jpeg"] = option("pixels or JPEG files, decoded when read", "raw")
     split: Shares = option(
         "stratified shares of train,test or train,validation,test", Shares("0.9,0.1"), group="Split"

@@ -1,14 +1,17 @@
 """Decode image files to (H, W, C) uint8: any file that is packed, and JPEG files of packs.
 
-1. Decode the first frame with Pillow, in this process (not EPS, which starts a program). A JPEG
-   much larger than requested is decoded at 1/2, 1/4 or 1/8 scale, never below twice the requested
-   size: on 12 megapixels three times as fast, and 0.4 gray levels off on average, 4 at most.
+1. Open the file, which must be whole (``formats.py``), and decode its picture with Pillow, in this
+   process (not EPS, which starts a program). Of an animation, it is the first frame. A JPEG much
+   larger than requested is decoded at 1/2, 1/4 or 1/8 scale, never below twice the requested size:
+   on 12 megapixels three times as fast, and 0.4 gray levels off on average, 4 at most.
 2. Convert to gray or RGB: palettes and CMYK become RGB (a palette of grays becomes gray), 16-bit
-   gray is scaled by 1/257, and transparent pixels are blended over black.
+   gray is scaled by 1/257, and transparent pixels are blended over white or black.
 3. Resize with a bilinear filter that is widened when shrinking (no aliasing): stretch the whole
    image, or crop it first to its largest centred part of the right proportions (``crop``).
 4. Apply the EXIF orientation.
 5. Convert to the requested channels: gray -> RGB by repetition, RGB -> gray by ITU-R 601 luma.
+
+What these steps change in a picture is listed (`Change`), counted and printed.
 
 A pack of JPEG files gives exactly the pixels that a pack of pixels would hold. Random crops of them
 are those of Szegedy et al. 2015 (arXiv:1409.4842), drawn as by torchvision's RandomResizedCrop: the
@@ -23,16 +26,29 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple
 
 import numpy as np
 import PIL
 from PIL import ExifTags, Image, features
 
 from hpctrain.cores import core_count, make_pool
+from hpctrain.data.formats import (
+    Box,
+    count_frames,
+    draft,
+    has_foreign_profile,
+    has_further_channels,
+    has_white_at_zero,
+    is_deep,
+    load_whole,
+    open_image,
+    raw_mode,
+    tiff_tags,
+)
 from hpctrain.errors import first_line
-
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
 QUALITY = 95  # of images converted to JPEG
 REACH = 2  # scaled decoding keeps at least this many times the requested size
@@ -50,8 +66,14 @@ TRIES = 10  # of a random crop
 NUMBERS = 2 * TRIES + 2  # area and ratio of each try, and the position
 MIN_RATIO, MAX_RATIO = 3 / 4, 4 / 3
 MAX_THREADS = 8
+GRAY_ALPHA_16 = "LA;16B"  # which Pillow opens as RGBA
+GROUNDS = {"white": (255, 255, 255, 255), "black": (0, 0, 0, 255)}
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
+ASPECT_TOLERANCE = 0.01  # within which an image counts as not stretched
+EMPTY_EXIF = 20  # bytes of EXIF metadata without a tag
+ORIENTATIONS = range(1, 9)  # that EXIF defines
+
+Background = Literal["white", "black"]
 
 
 class BadImage(Exception):
@@ -59,12 +81,70 @@ class BadImage(Exception):
 
 
 class Fit(NamedTuple):
-    """Size and channels of every decoded image, with `crop` cut to its proportions first."""
+    """Size and channels of every decoded image, with `crop` cut to its proportions first.
+
+    Transparent pixels are blended over `background`.
+    """
 
     width: int
     height: int
     channels: int
     crop: bool = False
+    background: Background = "white"
+
+
+class Change(IntEnum):
+    """What decoding changes in a picture, or leaves out: one bit each; CHANGES says it."""
+
+    STRETCHED = 1 << 0
+    CROPPED = 1 << 1
+    ENLARGED = 1 << 2
+    SIXTEEN_BITS = 1 << 3
+    TRANSPARENCY = 1 << 4
+    EMPTY_ALPHA = 1 << 5
+    FURTHER_CHANNELS = 1 << 6
+    ORIENTATION = 1 << 7
+    BAD_ORIENTATION = 1 << 8
+    COLOUR_SPACE = 1 << 9
+    COLOUR_PROFILE = 1 << 10
+    FRAMES = 1 << 11
+    GRAY_TO_COLOUR = 1 << 12
+    COLOUR_TO_GRAY = 1 << 13
+    ENCODED = 1 << 14
+
+
+CHANGES = {
+    Change.STRETCHED: "stretched to the size, by more than 1 % (--crop keeps the proportions)",
+    Change.CROPPED: "cut at two sides by --crop",
+    Change.ENLARGED: "smaller than the size, and enlarged",
+    Change.SIXTEEN_BITS: "more than 8 bits per channel, reduced to 8 (largest value {largest:,})",
+    Change.TRANSPARENCY: "transparency, laid over {background} (--background)",
+    Change.EMPTY_ALPHA: "an alpha channel that is 0 everywhere, which is ignored",
+    Change.FURTHER_CHANNELS: "channels beside colours and alpha, which are left out",
+    Change.ORIENTATION: "turned upright by the EXIF orientation",
+    Change.BAD_ORIENTATION: "EXIF metadata without a valid orientation, taken as upright",
+    Change.COLOUR_SPACE: "CMYK or YCbCr colours, converted to RGB",
+    Change.COLOUR_PROFILE: "a colour profile or gamma other than sRGB, which is not applied",
+    Change.FRAMES: "several frames ({frames:,} in all), of which the first is kept",
+    Change.GRAY_TO_COLOUR: "gray, repeated in 3 channels",
+    Change.COLOUR_TO_GRAY: "in colour, converted to gray by --channels 1",
+    Change.ENCODED: "encoded anew as JPEG",
+}
+
+
+@dataclass(slots=True)
+class Changes:
+    """What was changed in one picture."""
+
+    kinds: int = 0  # of Change
+    largest: int = 0  # value of more than 8 bits, in [0, 65535]
+    frames: int = 0  # of a file with several
+
+    def add(self, other: Changes) -> None:
+        """Add what was changed in an earlier step."""
+        self.kinds |= other.kinds
+        self.largest = max(self.largest, other.largest)
+        self.frames += other.frames
 
 
 class Crop(NamedTuple):
@@ -105,28 +185,31 @@ def bad_images() -> Iterator[None]:
 
 
 @bad_images()
-def decode(data: bytes | Image.Image, fit: Fit) -> bytes:
+def decode(data: bytes | Image.Image, fit: Fit) -> tuple[bytes, Changes]:
     """Decode an image file, or convert an image of Pillow, which is not changed, to the size and
-    channels of `fit`: height x width x channels bytes. Raises BadImage.
+    channels of `fit`: height x width x channels bytes, and what was changed. Raises BadImage.
     """
-    return _decode(data.copy() if isinstance(data, Image.Image) else _open(data), fit)
+    changes = Changes()
+    image, box = _load(data, changes, _reach(fit))
+    return _fit_bytes(image, box, fit, changes), changes
 
 
 @bad_images()
-def decode_values(data: bytes | Image.Image, fit: Fit) -> np.ndarray:
+def decode_values(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Changes]:
     """Decode likewise to (H, W, C) uint8, or of a gray image of 16 bits, uint16: all its values.
 
     Raises BadImage.
     """
-    image = data.copy() if isinstance(data, Image.Image) else _open(data)
+    changes = Changes()
+    image, box = _load(data, changes, _reach(fit))
     shape = fit.height, fit.width, fit.channels
     if not image.mode.startswith("I"):
-        return np.frombuffer(_decode(image, fit), np.uint8).reshape(shape)
-    image.load()
-    gray = Image.fromarray(check_16_bits(image).astype(np.float32))
-    gray = _resize(gray, (0, 0, *image.size), fit, _orientation(image))
-    values = np.asarray(gray).round().astype(np.uint16)
-    return np.broadcast_to(values[..., None], shape)
+        pixels = _fit_bytes(image, box, fit, changes)
+        return np.frombuffer(pixels, np.uint8).reshape(shape), changes
+    values = Image.fromarray(_gray_values(image, fit.background, changes).astype(np.float32))
+    values = _resize(values, box, fit, _orientation(image, changes))
+    rounded = np.asarray(values).round().astype(np.uint16)
+    return np.broadcast_to(rounded[..., None], shape), changes
 
 
 @bad_images()
@@ -134,7 +217,9 @@ def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
     """Decode a JPEG file of a pack, which is upright, or a crop of it stretched to size, too."""
     image = Image.open(io.BytesIO(data), formats=("JPEG",))
     if crop is None:
-        return _decode(image, fit, upright=True)
+        box = draft(image, _reach(fit))
+        image.load()
+        return _resize(image, box, fit).tobytes()
     width, height = image.size
     left, top, right, bottom = crop.box(width, height)
     room = min((right - left) / (REACH * fit.width), (bottom - top) / (REACH * fit.height))
@@ -147,23 +232,25 @@ def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
 
 
 @bad_images()
-def as_jpeg(data: bytes) -> bytes:
+def as_jpeg(data: bytes, background: Background = "white") -> tuple[bytes, Changes]:
     """Return an upright JPEG file, gray or YCbCr, of the same size: these bytes if they are one.
 
     Otherwise steps 2 and 4 of the module's docstring are applied to the decoded image, and it is
-    encoded. Raises BadImage.
+    encoded; these changes are returned, too. Raises BadImage.
     """
-    image = _open(data)
-    sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEGs
-    if sound and _orientation(image) == 1:
-        return data
-    image.load()  # which rotates a TIFF
-    turn = TURNS.get(_orientation(image))
-    image = _gray_or_rgb(image)
+    changes = Changes()
+    opened = open_image(data)
+    sound = opened.format in ("JPEG", "MPO") and opened.mode in ("L", "RGB")  # MPO: several JPEGs
+    if sound and _orientation(opened, changes) == 1:
+        return data, Changes()  # decoding them says what is changed
+    image, _ = _load(data, changes)
+    turn = TURNS.get(_orientation(image, changes))
+    image = _gray_or_rgb(image, background, changes)
     file = io.BytesIO()
     upright = image if turn is None else image.transpose(turn)
     upright.save(file, "JPEG", quality=QUALITY, subsampling="4:4:4")
-    return file.getvalue()
+    changes.kinds |= Change.ENCODED
+    return file.getvalue(), changes
 
 
 @bad_images()
@@ -172,13 +259,14 @@ def probe(data: bytes) -> tuple[int, int, bool]:
 
     No more than a palette is decoded.
     """
-    image = _open(data)
+    image = open_image(data)
+    has_colour = _has_colour(image)
     if image.format == "TIFF":
         image.load()  # Pillow applies a TIFF's orientation when it loads the image
     width, height = image.size
-    if _orientation(image) in SIDEWAYS:
+    if _orientation(image, Changes()) in SIDEWAYS:
         width, height = height, width
-    return width, height, _has_colour(image)
+    return width, height, has_colour
 
 
 def draw_crops(min_area: float, count: int, key: int) -> list[Crop]:
@@ -198,18 +286,77 @@ def decode_threads(threads: int | None = None) -> ThreadPoolExecutor:
     return make_pool(threads or min(MAX_THREADS, core_count()), "decode")
 
 
-def _open(data: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(data), formats=FORMATS)
+def _reach(fit: Fit) -> int:
+    """Return what a scaled image must at least have of both sides: EXIF may exchange them."""
+    return REACH * max(fit.width, fit.height)
 
 
-def _decode(image: Image.Image, fit: Fit, upright: bool = False) -> bytes:
-    """Decode an image; its EXIF orientation is not read if it is known to be `upright`."""
-    reach = REACH * max(fit.width, fit.height)  # for both sides: EXIF may exchange them
-    drafted: tuple[str, Box] | None = image.draft(None, (reach, reach))  # None: not a JPEG
-    image.load()
-    orientation = 1 if upright else _orientation(image)  # after load, which rotates a TIFF
-    box = drafted[1] if drafted else (0, 0, *image.size)
-    return _resize(_gray_or_rgb(image), box, fit, orientation).tobytes()
+def _load(data: bytes | Image.Image, changes: Changes, reach: int = 0) -> tuple[Image.Image, Box]:
+    """Open and decode an image; return it with its box. With `reach`, a JPEG may be scaled down."""
+    if isinstance(data, Image.Image):
+        data.load()
+        return data, (0, 0, *data.size)
+    opened = open_image(data)
+    _inspect(opened, data, changes)
+    is_gray = raw_mode(opened) == GRAY_ALPHA_16
+    whole = 0, 0, *opened.size
+    part = opened.tile[0][1] if opened.format == "GIF" else whole  # which the first frame covers
+    opened, box = load_whole(opened, data, reach)
+    image = opened.convert("LA") if is_gray else opened
+    if part != whole and not image.has_transparency_data:
+        covered = Image.new("L", image.size)
+        covered.paste(255, part)
+        image = image.convert("RGB")
+        image.putalpha(covered)
+    if changes.kinds & Change.SIXTEEN_BITS:  # of which Pillow keeps the upper 8
+        colours = [np.asarray(image.getchannel(b)) for b in image.getbands() if b != "A"]
+        changes.largest = 257 * max(int(values.max()) for values in colours)
+    return image, box
+
+
+def _inspect(image: Image.Image, data: bytes, changes: Changes) -> None:
+    """Note what decoding an opened image will leave out or change."""
+    if has_foreign_profile(image, data):
+        changes.kinds |= Change.COLOUR_PROFILE
+    if image.format == "JPEG":
+        return
+    if is_deep(image, data):
+        changes.kinds |= Change.SIXTEEN_BITS
+    if image.format == "TIFF":
+        if tiff_tags(image).get(ExifTags.Base.Orientation) in TURNS:
+            changes.kinds |= Change.ORIENTATION
+        if has_further_channels(image):
+            changes.kinds |= Change.FURTHER_CHANNELS
+        return
+    frames = count_frames(image)
+    if frames > 1:
+        changes.kinds |= Change.FRAMES
+        changes.frames = frames
+
+
+def _fit_bytes(image: Image.Image, box: Box, fit: Fit, changes: Changes) -> bytes:
+    """Return the bytes of a decoded image in the size and channels of `fit`."""
+    orientation = _orientation(image, changes)  # after loading, which rotates a TIFF
+    image = _gray_or_rgb(image, fit.background, changes)
+    _compare(image, box, fit, orientation, changes)
+    return _resize(image, box, fit, orientation).tobytes()
+
+
+def _compare(image: Image.Image, box: Box, fit: Fit, orientation: int, changes: Changes) -> None:
+    """Note how an image differs in size and channels from `fit`."""
+    width, height = box[2] - box[0], box[3] - box[1]
+    if orientation in SIDEWAYS:
+        width, height = height, width
+    wide, high = width * fit.height, height * fit.width  # equal if the proportions are
+    if abs(wide - high) > ASPECT_TOLERANCE * high:
+        changes.kinds |= Change.CROPPED if fit.crop else Change.STRETCHED
+    if fit.width > width or fit.height > height:
+        changes.kinds |= Change.ENLARGED
+    if fit.channels == 1:
+        if image.mode == "RGB":
+            changes.kinds |= Change.COLOUR_TO_GRAY
+    elif image.mode == "L":
+        changes.kinds |= Change.GRAY_TO_COLOUR
 
 
 def _resize(image: Image.Image, box: Box, fit: Fit, orientation: int = 1) -> Image.Image:
@@ -221,49 +368,89 @@ def _resize(image: Image.Image, box: Box, fit: Fit, orientation: int = 1) -> Ima
         width, height = min(scale * size[0], right - left), min(scale * size[1], bottom - top)
         x, y = left + (right - left - width) / 2, top + (bottom - top - height) / 2
         box = x, y, min(x + width, right), min(y + height, bottom)
-    image = image.resize(size, Image.Resampling.BILINEAR, box=box)
+    if image.size != size or box != (0, 0, *size):
+        image = image.resize(size, Image.Resampling.BILINEAR, box=box)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
     mode = "L" if fit.channels == 1 else "RGB"
     return image if image.mode in (mode, "F") else image.convert(mode)  # convert() always copies
 
 
-def _gray_or_rgb(image: Image.Image) -> Image.Image:
+def _gray_or_rgb(image: Image.Image, background: Background, changes: Changes) -> Image.Image:
     """Convert to gray or RGB, step 2 of the module's docstring."""
     transparent = image.has_transparency_data
     if image.mode in ("L", "RGB") and not transparent:
         return image
-    if image.mode.startswith("I"):  # value / 257, rounded, so that 65535 becomes 255
-        values = check_16_bits(image)
-        return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
     if image.mode == "F":
         raise BadImage("floating-point pixels: convert them to 8 or 16 bits")
+    if image.mode.startswith("I"):  # value / 257, rounded, so that 65535 becomes 255
+        changes.kinds |= Change.SIXTEEN_BITS
+        values = (_gray_values(image, background, changes) + 128) // 257
+        return Image.fromarray(values.astype(np.uint8))
+    if image.mode in ("CMYK", "YCbCr"):
+        changes.kinds |= Change.COLOUR_SPACE
     colour = _has_colour(image)
     if transparent:
-        black = Image.new("RGBA", image.size, (0, 0, 0, 255))
-        image = Image.alpha_composite(black, image.convert("RGBA"))
+        image = _without_alpha(image, background, changes)
     return image.convert("RGB" if colour else "L")
 
 
-def check_16_bits(image: Image.Image) -> np.ndarray:
-    """Return the values (H, W) of a gray image of 16 or 32 bits. Raises BadImage beyond 16."""
-    values = np.asarray(image)
+def _gray_values(image: Image.Image, background: Background, changes: Changes) -> np.ndarray:
+    """Return the values (H, W) int64 of a gray image of more than 8 bits, in [0, 65535]."""
+    values = np.asarray(image).astype(np.int64)
     if values.size and (values.min() < 0 or values.max() > 65535):
         raise BadImage("gray values beyond 16 bits: convert them to 8 or 16 bits")
+    changes.largest = int(values.max())
+    clear = values == image.info.get("transparency", -1)
+    if has_white_at_zero(image):
+        values = 65535 - values
+    if clear.all():
+        changes.kinds |= Change.EMPTY_ALPHA
+    elif clear.any():
+        changes.kinds |= Change.TRANSPARENCY
+        values[clear] = GROUNDS[background][0] * 257
     return values
 
 
+def _without_alpha(image: Image.Image, background: Background, changes: Changes) -> Image.Image:
+    """Blend an image over the background, unless its alpha channel is 0 everywhere."""
+    if image.mode == "La":  # premultiplied
+        image = image.convert("LA")
+    image = image.convert("RGBA")
+    low, high = image.getchannel("A").getextrema()
+    if low == 255:
+        return image
+    if high == 0:
+        changes.kinds |= Change.EMPTY_ALPHA
+        return image.convert("RGB")
+    changes.kinds |= Change.TRANSPARENCY
+    ground = Image.new("RGBA", image.size, GROUNDS[background])
+    return Image.alpha_composite(ground, image)
+
+
 def _has_colour(image: Image.Image) -> bool:
+    if raw_mode(image) == GRAY_ALPHA_16:
+        return False
     if image.mode in ("P", "PA"):
         red, green, blue = image.convert("RGB").split()
         return not red.tobytes() == green.tobytes() == blue.tobytes()
     return len(image.getbands()) > 2
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image, changes: Changes) -> int:
     """Return the EXIF orientation 1-8; 1 (upright) if the metadata is missing or corrupt."""
-    try:
-        value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # of any type, for corrupt metadata; the pixels may be sound
+    if not image.info:
         return 1
-    return value if value in TURNS else 1
+    try:
+        exif = image.getexif()
+        value = exif.get(ExifTags.Base.Orientation, 1)
+        if "exif" in image.info and not exif and len(image.info["exif"]) > EMPTY_EXIF:
+            value = None
+    except Exception:  # of any type, for corrupt metadata; the pixels may be sound
+        value = None
+    if value in TURNS:
+        changes.kinds |= Change.ORIENTATION
+        return value
+    if value not in ORIENTATIONS:
+        changes.kinds |= Change.BAD_ORIENTATION
+    return 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
 from hpctrain.config.functions import one_line
-from hpctrain.data.images import BadImage, Fit, decode, decode_threads, decode_values
+from hpctrain.data.images import BadImage, Changes, Fit, decode, decode_threads, decode_values
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.scale import FLOATS, FULL, Scale
@@ -205,9 +205,11 @@ class Images:
         """
         self._threads = threads
         height, width, channels = self.image_shape = network.image_shape
-        crop = network.metadata["provenance"].get("fit") == "crop"
+        provenance = network.metadata["provenance"]
+        crop = provenance.get("fit") == "crop"
+        background = provenance.get("background", "white")
         self._given, self._scale = images, network.scale
-        self._fit = Fit(width, height, channels, crop)
+        self._fit = Fit(width, height, channels, crop, background)
         if channels not in PICTURE_CHANNELS and any(isinstance(x, PICTURES) for x in images):
             takes = f"the network takes images of {channels} channels"
             raise UsageError(f"{takes}, and pictures have 1 or 3: give arrays to hp.load")
@@ -218,6 +220,7 @@ class Images:
         if self.dtype == np.uint8 and not network.scale.is_bytes:
             self.dtype = np.dtype(np.float32)
         self.are_files = any(isinstance(image, Path) for image in images)
+        self.kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
         self.names = [str(x) if self.are_files else f"image {n}" for n, x in enumerate(images)]
 
     def __len__(self) -> int:
@@ -235,36 +238,41 @@ class Images:
 
         def read(image: np.ndarray, row: int) -> None:
             try:
-                values = self._read(self._given[row])
+                values, changes = self._read(self._given[row])
             except (BadImage, OSError) as error:
                 bad[row] = f"{self.names[row]} cannot be read as an image: {error}"
             except UsageError as error:
                 bad[row] = f"{self.names[row]}: {error}"
             else:
                 image[:] = values
+                self.kinds[row] = changes.kinds
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
 
         with decode_threads(self._threads) as threads:
             list(threads.map(read, out, indices.tolist()))
 
-    def _read(self, given: Any) -> np.ndarray:
-        """Return an image (H, W, C): bytes for a network of bytes, else in the network's scale.
+    def _read(self, given: Any) -> tuple[np.ndarray, Changes]:
+        """Return an image (H, W, C), bytes for a network of bytes, else in the network's scale, and
+        what was changed in it.
 
         Raises BadImage, OSError, and UsageError if its scale cannot be known.
         """
         if isinstance(given, Path):
             given = read_file(os.fspath(given))
         elif isinstance(given, np.ndarray) and given.dtype != np.uint8:
-            return given
+            return given, Changes()
         elif isinstance(given, np.ndarray) and given.shape != self.image_shape:
             given = Image.fromarray(given[..., 0] if given.shape[2] == 1 else given)
-        if self._scale.is_bytes:
-            if not isinstance(given, np.ndarray):
-                given = np.frombuffer(decode(given, self._fit), np.uint8)
-            return given.reshape(self.image_shape)
-        values = given if isinstance(given, np.ndarray) else decode_values(given, self._fit)
-        return scaled(values, self._scale)
+        changes = Changes()
+        if isinstance(given, np.ndarray):
+            values = given
+        elif self._scale.is_bytes:
+            pixels, changes = decode(given, self._fit)
+            values = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
+        else:
+            values, changes = decode_values(given, self._fit)
+        return (values if self._scale.is_bytes else scaled(values, self._scale)), changes
 
 
 def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:

@@ -40,7 +40,7 @@ import hpctrain
 from hpctrain.config import PackConfig, Size
 from hpctrain.cores import core_count
 from hpctrain.data.digits import generate
-from hpctrain.data.images import BadImage, Fit, probe
+from hpctrain.data.images import CHANGES, BadImage, Change, Fit, probe
 from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.partition import READ_BYTES
@@ -53,7 +53,7 @@ from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
 from hpctrain.report.console import make_console
-from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, say
+from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, listed, say
 from hpctrain.watchdog import doing
 
 TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
@@ -63,6 +63,8 @@ MIN_IMAGES_PER_JOB = 16
 IMAGES_PER_TASK = 64  # that are read; fewer are decoded
 TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so many, at most so large
 CLASSES_SHOWN = 40
+DEEP_ENOUGH = 2**14  # 16-bit images with smaller values only are refused
+DARK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 
 
@@ -144,7 +146,7 @@ def output_path(config: PackConfig, source: str) -> Path:
 
 def pack_digits(config: PackConfig, output: Path) -> None:
     """Make a pack of the generated digits; --split divides those of train and test again."""
-    for name in ("size", "channels", "crop", "encoding", "manifest", "fold"):
+    for name in ("size", "channels", "crop", "background", "encoding", "manifest", "fold"):
         if getattr(config, name) != getattr(PackConfig, name):
             raise UsageError(f"--{name} does not apply to digits: they are made as they are")
     note(f"drawing the digits for {output} ...")
@@ -245,7 +247,7 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     if not size:
         drop_unreadable(source, bad)
         raise no_image_error(source)
-    return Fit(*size, channels or (3 if colour else 1), config.crop)
+    return Fit(*size, channels or (3 if colour else 1), config.crop, config.background)
 
 
 def find_equal_files(source: Source, run: Run) -> None:
@@ -383,7 +385,8 @@ def write_images(
     ]
     crc32, sizes = np.zeros(count, np.uint32), np.zeros(count, np.int64)
     sums = np.zeros((2, fit.channels), np.uint64)  # of train
-    kept, bad, writer = 0, dict[int, str](), None
+    bad, writer = dict[int, str](), None
+    changed = Changed(np.zeros(count, np.uint32))
 
     def tasks(*how: Any) -> Iterator[tuple[Any, ...]]:
         """Yield the arguments of the task of each part."""
@@ -396,24 +399,79 @@ def write_images(
             writer = PackWriter(file, counts, labels, shape, names=names)
         decoded = run("decoding", workers.decode_images, tasks(fit), count)
         for part, done in zip(parts, decoded, strict=True):
-            crc32[part], sizes[part], kept = done.crc32, done.sizes, kept + done.kept
+            crc32[part], sizes[part] = done.crc32, done.sizes
+            changed.add(part, done)
             if part.start < counts["train"]:  # which comes first
                 sums += done.sums
             bad |= {int(order[part.start + row]): why for row, why in done.bad}
         if bad:
             raise BadFiles(bad)
-        facts = provenance(source, config, fit, counts)
+        changed.refuse_few_gray_levels(source)
+        facts = provenance(source, config, fit, counts) | {"changed": changed.counts()}
         if not writer:
             writer = PackWriter(file, counts, labels, shape, sizes, names)
-            written = run("writing", workers.write_files, tasks(), count)
-            changed = order[np.concatenate([*written]) != crc32]
-            if len(changed):
-                name = source.names[changed[0]]
+            written = run("writing", workers.write_files, tasks(fit), count)
+            differs = order[np.concatenate([*written]) != crc32]
+            if len(differs):
+                name = source.names[differs[0]]
                 raise RunError(f"{name} was changed while it was packed: pack again")
-            facts["encoding"] = {"name": "jpeg", "kept": kept, "encoded_anew": count - kept}
+            anew = changed.count(Change.ENCODED)
+            facts["encoding"] = {"name": "jpeg", "kept": count - anew, "encoded_anew": anew}
         how = ("crop" if fit.crop else "stretch") if jpeg else ""
         writer.finish(crc32, sums, source.classes, facts, how)
     say_notes(source, config, facts)
+    changed.say(source, order, fit)
+
+
+class Changed:
+    """What was changed in the images of a pack, in the order of the pack."""
+
+    def __init__(self, kinds: np.ndarray) -> None:
+        """Take the zeros (N,) uint32 to which the kinds of `Change` are added."""
+        self.kinds = kinds
+        self.deepest, self.brightest, self.frames = 0, 0, 0
+
+    def add(self, part: slice, done: workers.Decoded) -> None:
+        """Add what was changed in a part of the images."""
+        self.kinds[part] = done.changes
+        self.deepest = max(self.deepest, done.deepest)
+        self.brightest = max(self.brightest, done.brightest)
+        self.frames += done.frames
+
+    def count(self, change: Change) -> int:
+        """Return the number of images that were changed in this way."""
+        return int(np.count_nonzero(self.kinds & change))
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of images by kind of change, of those that occurred."""
+        numbers = {str(change.name).lower(): self.count(change) for change in CHANGES}
+        return {name: number for name, number in numbers.items() if number}
+
+    def refuse_few_gray_levels(self, source: Source) -> None:
+        """Raise UsageError if 8 bits would keep less than a quarter of the gray levels."""
+        if self.count(Change.SIXTEEN_BITS) and self.deepest < DEEP_ENOUGH:
+            most = 2 ** self.deepest.bit_length() - 1
+            raise UsageError(
+                f"source {source.name}: the largest value of its 16-bit images is"
+                f" {self.deepest:,} of 65,535; as 8 bits, {self.deepest // 257 + 1} gray levels"
+                f" would be left: train on an HDF5 file of them with --max-value {most}, see"
+                " docs/data.md"
+            )
+
+    def say(self, source: Source, order: np.ndarray, fit: Fit) -> None:
+        """Print a line for each kind of change, with the images unless all were changed."""
+        total = len(order)
+        for change, text in CHANGES.items():
+            rows = order[(self.kinds & change) != 0]
+            if len(rows):
+                what = text.format(
+                    largest=self.deepest, background=fit.background, frames=self.frames
+                )
+                names = listed([brief(source.names[row]) for row in np.sort(rows)], MOST_NAMED)
+                which = f": {names}" if len(rows) < total else ""
+                note(f"{what}: {len(rows):,} of {total:,} images{which}")
+        if self.brightest <= DARK:
+            note(f"the largest value of all images is {self.brightest} of 255: they look black")
 
 
 def provenance(
@@ -428,6 +486,7 @@ def provenance(
         "size": f"{fit.width}x{fit.height}",
         "fit": "crop" if fit.crop else "stretch" if is_sized else "as is",
         "channels": fit.channels,
+        "background": fit.background,
         "split_by": source.split_by if (source.splits > TRAIN).any() else "seed",
         "split": str(config.split),
         "fold": str(config.fold or ""),

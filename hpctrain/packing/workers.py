@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from hpctrain.cluster import end_with_parent
-from hpctrain.data.images import BadImage, Fit, as_jpeg, decode
+from hpctrain.data.images import BadImage, Changes, Fit, as_jpeg, decode
 from hpctrain.data.listing import Slice, read_files
 from hpctrain.data.pack import checksum
 from hpctrain.errors import RunError
@@ -44,8 +44,11 @@ class Decoded(NamedTuple):
     crc32: np.ndarray  # (n,) uint32
     sizes: np.ndarray  # (n,) int64, bytes
     sums: np.ndarray  # (2, C) uint64: of the values of each channel and of their squares
-    kept: int  # JPEG files that are stored as they are
     bad: list[tuple[int, str]]  # unreadable ones, with the reason
+    changes: np.ndarray  # (n,) uint32, of Change
+    deepest: int  # largest value of more than 8 bits
+    brightest: int  # largest value of the decoded pixels
+    frames: int  # of files with several
 
 
 def read_each(slices: list[Slice], use: Callable[[bytes], Any]) -> list[Any]:
@@ -75,37 +78,51 @@ def decode_images(
     Without `path`, convert them to JPEG files and decode these as training will, to check them.
     """
 
-    def convert(data: bytes) -> tuple[bytes, bytes, bool]:
-        file = data if path else as_jpeg(data)
-        return file, decode(file, fit), file is data
+    def convert(data: bytes) -> tuple[bytes, bytes, Changes]:
+        if path:
+            return data, *decode(data, fit)
+        file, encoded = as_jpeg(data, fit.background)
+        image, changes = decode(file, fit)
+        changes.add(encoded)
+        return file, image, changes
 
+    size, bad = fit.width * fit.height * fit.channels, list[tuple[int, str]]()
     crc32, sizes = np.zeros(len(slices), np.uint32), np.zeros(len(slices), np.int64)
-    size, kept, bad = fit.width * fit.height * fit.channels, 0, list[tuple[int, str]]()
+    kinds = np.zeros(len(slices), np.uint32)
+    deepest, frames = 0, 0
     pixels = memoryview(bytearray(size * len(slices)))
     for row, made in enumerate(read_files(slices, convert)):
         if isinstance(made, BadImage):
             bad.append((row, str(made)))
             continue
-        file, image, is_kept = made
+        file, image, changes = made
         pixels[row * size : (row + 1) * size] = image
         crc32[row], sizes[row] = checksum(image if path else file, labels[row]), len(file)
-        kept += is_kept
+        kinds[row] = changes.kinds
+        deepest = max(deepest, changes.largest)
+        frames += changes.frames
     if path:
         with open(path, "r+b", buffering=0) as output:
             write_at(output.fileno(), pixels, offset)
-    return Decoded(crc32, sizes, channel_sums(pixels, fit.channels), kept, bad)
+    sums = channel_sums(pixels, fit.channels)
+    brightest = int(np.frombuffer(pixels, np.uint8).max())
+    return Decoded(crc32, sizes, sums, bad, kinds, deepest, brightest, frames)
 
 
-def write_files(slices: list[Slice], labels: list[int], path: str, offset: int) -> list[int]:
+def write_files(
+    slices: list[Slice], labels: list[int], fit: Fit, path: str, offset: int
+) -> list[int]:
     """Write images as JPEG files consecutively; return their checksums (n,). Raises OSError."""
-    found = [0] * len(slices)
+    checksums = [0] * len(slices)
+    convert = partial(as_jpeg, background=fit.background)
     with open(path, "r+b") as output:
         output.seek(offset)
-        for row, file in enumerate(read_files(slices, as_jpeg)):
-            if not isinstance(file, BadImage):
-                found[row] = checksum(file, labels[row])
+        for row, made in enumerate(read_files(slices, convert)):
+            if not isinstance(made, BadImage):
+                file, _ = made
+                checksums[row] = checksum(file, labels[row])
                 output.write(file)
-    return found
+    return checksums
 
 
 def channel_sums(pixels: memoryview, channels: int) -> np.ndarray:

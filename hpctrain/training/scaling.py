@@ -29,7 +29,8 @@ def choose_scaling(
         return earlier.scaling, ""
     if config.normalize == "imagenet":
         if channels != 3:
-            raise UsageError(f"--normalize imagenet needs 3 channels, not {channels}: use pack")
+            text = f"--normalize imagenet needs 3 channels, not {channels}"
+            raise UsageError(f"{text}: --normalize pack, or pack again with --channels 3")
         return (IMAGENET_MEAN, IMAGENET_STD), ""
     if config.normalize == "pack":
         if not all(std > 0 for std in pack.std):

@@ -1,0 +1,387 @@
+"""Open image files: which formats are read, which are refused by name, and whether a file is whole.
+
+Pillow identifies and decodes the files, but some of what it reads is wrong or incomplete, without
+an error. What is done about it here:
+
+* PNG: the CRC-32 of every chunk is compared (PNG 1.2, section 3.4).
+* JPEG: libjpeg only warns of damaged data. Of a file with a single scan, the decoder must need
+  exactly the compressed data (`ScanFile`). In others, markers that cannot stand there, missing
+  scans and a missing end are found (ITU-T T.81, annex B); damage within one of several scans, or
+  between restart markers, may stay unnoticed.
+* TIFF: layouts that Pillow reads wrongly are refused; one page must be the picture.
+
+BMP, PPM, WebP, AVIF, GIF and raw TIFF hold no checksums: they are whole if they are not cut short.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+from PIL.ExifTags import Base as Tag
+from PIL.ImageFile import ImageFile
+
+from hpctrain.errors import first_line
+
+READ = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
+HAS_AVIF = importlib.util.find_spec("PIL.AvifImagePlugin") is not None  # Pillow 11.3
+FORMATS = (*READ, "AVIF") if HAS_AVIF else READ
+
+CONVERT = "convert it to PNG or JPEG"
+DEVELOP = "develop it to JPEG or PNG"
+EXTRACT = "extract its frames as PNG or JPEG"
+ARRAYS = "write its values into an HDF5 file"
+FETCH = "fetch the image itself"
+FOREIGN = (  # a pattern of the first bytes, what it is, what to do
+    (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "HEIC", CONVERT),
+    (rb".{4}ftypavi[fs]", "AVIF that this Pillow does not read", CONVERT),
+    (rb"\xff\x0a|\0\0\0\x0cJXL ", "JPEG XL", CONVERT),
+    (rb".{4}ftypcrx |II\*\0.{4}CR|FUJIFILMCCD-RAW|II(RO|RS|U\0)|MMOR|FOVb", "camera raw", DEVELOP),
+    (rb".{4}ftyp|.{4}moov|RIFF.{4}AVI |\x1aE\xdf\xa3|\0\0\x01[\xb3\xba]|FLV", "video", EXTRACT),
+    (rb".{128}DICM", "DICOM", ARRAYS),
+    (rb".{344}(n\+1|ni1)\0|.{4}n\+2\0", "NIfTI", ARRAYS),
+    (rb"SIMPLE  =", "FITS", ARRAYS),
+    (rb"v/1\x01", "OpenEXR", ARRAYS),
+    (rb"#\?RADIANCE", "Radiance HDR", ARRAYS),
+    (rb"\x93NUMPY|MATLAB 5.0", "arrays of NumPy or MATLAB", ARRAYS),
+    (rb"\x89HDF", "HDF5", "train on it directly"),
+    (rb"%PDF-", "PDF", CONVERT),
+    (rb"%!PS|\xc5\xd0\xd3\xc6", "PostScript", CONVERT),
+    (rb"8BPS", "Photoshop", CONVERT),
+    (rb"P7\n", "PAM", CONVERT),
+    (rb"\0\0[\x01\x02]\0", "ICO, CUR or TGA", CONVERT),
+    (rb"DDS |qoif|BPG\xfb|\x8aMNG|gimp xcf", "DDS, QOI, BPG, MNG or XCF", CONVERT),
+    (rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf|Rar!|BZh|\xfd7zXZ", "compressed files", "unpack it"),
+    (rb"\0\x05\x16\x07", "AppleDouble (metadata of macOS)", "remove it"),
+    (rb"version https://git-lfs", "pointer of Git LFS", FETCH),
+    (rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg[^>]*>\s*)?<svg", "SVG", CONVERT),
+    (rb"\s*<(!doctype html|html|head|body|script|\?xml)", "HTML or XML", FETCH),
+)
+UNREADABLE = (  # likewise, if Pillow cannot identify it
+    (rb"\xff\xd8\xff", "a JPEG of 12 bits or lossless, or a damaged one", CONVERT),
+    (
+        rb"II[*+]\0|MM\0[*+]",
+        "a TIFF of a kind that Pillow does not read, or a damaged one",
+        CONVERT,
+    ),
+    (rb"\x89PNG|GIF8|BM|RIFF.{4}WEBP|\0\0\0\x0cjP", "a damaged image", FETCH),
+)
+SIGNATURE_BYTES = 1024
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+read_chunk_start = struct.Struct(">I4s").unpack_from
+read_crc32 = struct.Struct(">I").unpack_from
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a segment: not a stuffed byte, fill, restart
+START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+SEGMENTS = {*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE}  # those that may stand in a JPEG file
+ARITHMETIC_CODING = b"\xff\xc9"
+APPENDED = 16  # zeros that some encoders append to a scan, at most
+LOOK_AHEAD = 8  # bytes that libjpeg reads beyond those it needs: 64 bits
+
+SRGB_PRIMARIES = (1, 2)  # or unspecified
+SRGB_TRANSFERS = (1, 2, 6, 13)  # also that of television, which is decoded as sRGB everywhere
+
+THUMBNAIL, MASK = 1, 4  # bits of NewSubfileType
+OLD_THUMBNAIL = 2  # SubfileType
+PLANAR = 2  # PlanarConfiguration
+SIGNED = 2  # SampleFormat
+DEFLATE = (8, 32946)  # Compression
+WHITE_IS_ZERO, YCBCR = 0, 6  # PhotometricInterpretation
+
+
+class ScanFile(io.BytesIO):
+    """A JPEG file that tells whether the decoder of its only scan needs the scan exactly.
+
+    In place of the end marker stand the bytes that libjpeg reads ahead: a decoder that needs more
+    than the scan finds the file truncated. The last byte of the scan comes in a read of its own: a
+    decoder that finishes earlier never asks for it.
+    """
+
+    def __init__(self, data: bytes, end: int) -> None:
+        """Take the file and where its compressed data end."""
+        super().__init__(data)
+        tail = data[end - APPENDED : end]
+        self._last = end - 1 - (len(tail) - len(tail.rstrip(b"\0")))
+        self._tail = data[self._last : end] + bytes(LOOK_AHEAD)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether all of the scan was read."""
+        return not self._tail
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read as any file, up to the last byte of the scan, and then what follows."""
+        left = self._last - self.tell()
+        if left > 0:
+            return super().read(left if size is None or size < 0 else min(size, left))
+        tail, self._tail = self._tail, b""
+        return tail
+
+
+def open_image(data: bytes) -> ImageFile:
+    """Open an image file at its picture, which is not decoded yet.
+
+    Raises ValueError for what is no image, or is refused by name, and what Pillow raises.
+    """
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:  # of many types
+        start = data[:SIGNATURE_BYTES]
+        reason = match_signature(start, FOREIGN)
+        if not reason and isinstance(error, Image.UnidentifiedImageError):
+            reason = match_signature(start, UNREADABLE) or "not an image of a known format"
+        raise ValueError(reason or first_line(error)) from error
+    if image.format == "TIFF":
+        choose_page(image)
+        check_tiff(image)
+    if image.format == "PNG" and "transparency" in image.info:
+        scale_transparent_value(image)
+    return image
+
+
+def load_whole(image: ImageFile, data: bytes, reach: int = 0) -> tuple[ImageFile, Box]:
+    """Decode the opened image of the file `data`; return it and its box, which may be fractional.
+
+    With `reach`, a JPEG may be decoded at a scale that leaves both sides so many pixels. Raises
+    ValueError if the file is damaged.
+    """
+    box = draft(image, reach)
+    if image.format in ("JPEG", "MPO"):
+        return load_jpeg(image, data, reach), box
+    if image.format == "PNG":
+        check_png(data)
+    if image.format == "TIFF":
+        check_deflated(tiff_tags(image), data)
+    image.load()
+    return image, (0, 0, *image.size)  # a TIFF may be turned
+
+
+def draft(image: ImageFile, reach: int) -> Box:
+    """Choose the scale of an opened JPEG for `load_whole`; return the box that it will have."""
+    drafted = image.draft(None, (reach, reach)) if reach else None
+    return drafted[1] if drafted else (0, 0, *image.size)
+
+
+def load_jpeg(image: ImageFile, data: bytes, reach: int) -> ImageFile:
+    """Decode an opened JPEG; return it, or one that was opened again. Raises ValueError.
+
+    Most files end with their scan: only others, and damaged ones, are searched for markers.
+    """
+    header = image.fp.tell() if image.fp else 0  # which Pillow has read
+    at = max(2, data.rfind(START_OF_SCAN, 0, header))
+    is_sequential = "progressive" not in image.info and ARITHMETIC_CODING not in data[:at]
+    tried = -1
+    if image.format == "JPEG" and is_sequential and data.endswith(END_OF_IMAGE):
+        tried = len(data) - len(END_OF_IMAGE)
+        if is_decoded_from(image, ScanFile(data, tried)):
+            return image
+        image = Image.open(io.BytesIO(data), formats=("JPEG",))
+        draft(image, reach)
+    end, scans = find_scan_end(data, at)
+    if "progressive" in image.info:
+        check_progression(data, scans, len(image.getbands()))
+    if len(scans) != 1 or not is_sequential:
+        image.load()
+    elif end == tried or not is_decoded_from(image, ScanFile(data, end)):
+        raise ValueError("damaged: the JPEG's compressed data do not end with the image")
+    return image
+
+
+def is_decoded_from(image: ImageFile, file: ScanFile) -> bool:
+    """Decode an opened JPEG from `file`, and return whether this needed the scan exactly."""
+    image.fp = file
+    try:
+        image.load()
+    except OSError:  # the file is truncated
+        return False
+    return file.is_needed
+
+
+def match_signature(start: bytes, signatures: Sequence[tuple[bytes, str, str]]) -> str:
+    """Return which format begins with these bytes and what to do with it; "" if it is not known."""
+    if not start:
+        return "the file is empty"
+    for pattern, name, advice in signatures:
+        if re.match(pattern, start, re.DOTALL | re.IGNORECASE):
+            return f"not a readable image but {name}: {advice}"
+    return ""
+
+
+def check_png(data: bytes) -> None:
+    """Raise ValueError if a PNG file is cut short, or the CRC-32 of a chunk differs."""
+    at, kind = len(PNG_START), b""
+    try:
+        while kind != b"IEND":
+            length, kind = read_chunk_start(data, at)
+            end = at + 8 + length
+            if zlib.crc32(data[at + 4 : end]) != read_crc32(data, end)[0]:
+                raise ValueError(f"damaged: the CRC-32 of the PNG's chunk {kind!r} differs")
+            at = end + 4
+    except struct.error:
+        raise ValueError("cut short: the PNG has no end") from None
+
+
+def check_deflated(tags: Mapping[int, Any], data: bytes) -> None:
+    """Raise zlib.error if a strip or tile of a deflated TIFF is damaged, which libtiff ignores."""
+    if tags.get(Tag.Compression) not in DEFLATE:
+        return
+    offsets = tags.get(Tag.StripOffsets) or tags.get(Tag.TileOffsets, ())
+    sizes = tags.get(Tag.StripByteCounts) or tags.get(Tag.TileByteCounts, ())
+    for offset, size in zip(offsets, sizes, strict=True):
+        zlib.decompress(data[offset : offset + size])
+
+
+def find_scan_end(data: bytes, at: int) -> tuple[int, list[int]]:
+    """Return where the compressed data of a JPEG end, and where each scan from `at` on begins.
+
+    Raises ValueError for a damaged file.
+    """
+    scans = list[int]()
+    while True:
+        marker = MARKER.search(data, at)
+        if marker is None:
+            raise ValueError("cut short: the JPEG has no end")
+        at = marker.end()
+        if marker[0] == END_OF_IMAGE:
+            return marker.start(), scans
+        if data[at - 1] not in SEGMENTS:
+            raise ValueError("damaged: the JPEG's compressed data hold an invalid marker")
+        if marker[0] == START_OF_SCAN:
+            scans.append(at)
+        at += int.from_bytes(data[at : at + 2])
+
+
+def check_progression(data: bytes, scans: list[int], components: int) -> None:
+    """Raise ValueError if scans are missing that hold the last bits of a progressive JPEG."""
+    exact = set[tuple[int, int]]()  # components and coefficients that are sent to the last bit
+    for at in scans:
+        count = data[at + 2]  # ITU-T T.81, B.2.3
+        first, last, bits = data[at + 3 + 2 * count : at + 6 + 2 * count]
+        if not bits & 15:  # the successive approximation bit position
+            names = data[at + 3 : at + 3 + 2 * count : 2]
+            exact.update((name, number) for name in names for number in range(first, last + 1))
+    if len(exact) < 64 * components:
+        raise ValueError("cut short: the JPEG lacks scans")
+
+
+def choose_page(image: Image.Image) -> None:
+    """Go to the only page of a TIFF that is no thumbnail. Raises ValueError if there are others."""
+    is_camera_raw = Tag.DNGVersion in tiff_tags(image)
+    pages = []
+    for number in range(count_frames(image)):
+        image.seek(number)
+        tags = tiff_tags(image)
+        kind = tags.get(Tag.NewSubfileType, 0)
+        is_thumbnail = tags.get(Tag.SubfileType) == OLD_THUMBNAIL
+        if not (kind & (THUMBNAIL | MASK) or is_thumbnail):
+            pages.append(number)
+    if is_camera_raw or (not pages and Tag.SubIFDs in tiff_tags(image)):
+        raise ValueError(f"not a readable image but thumbnails, or camera raw: {DEVELOP}")
+    if len(pages) > 1:
+        raise ValueError(f"{len(pages):,} pages in one TIFF: write each as a file of its own")
+    image.seek(pages[0] if pages else 0)
+
+
+def check_tiff(image: Image.Image) -> None:
+    """Raise ValueError for a TIFF whose pixels Pillow reads wrongly, or cannot convert."""
+    tags = tiff_tags(image)
+    bits = max(tags.get(Tag.BitsPerSample, (1,)))
+    is_planar = tags.get(Tag.PlanarConfiguration) == PLANAR and tags.get(Tag.SamplesPerPixel, 1) > 1
+    is_subsampled = tags.get(Tag.YCbCrSubSampling, (2, 2)) != (1, 1)
+    is_raw = image.info.get("compression") == "raw"
+    reason = ""
+    if max(tags.get(Tag.SampleFormat, (1,))) == SIGNED and bits == 8:
+        reason = "signed 8-bit values"
+    if is_planar and (image.mode in ("LA", "La") or (is_raw and bits > 8)):
+        reason = f"planes of {bits} bits that are stored one after the other"
+    if image.mode == "LAB":
+        reason = "CIELab colours"
+    if is_raw and is_subsampled and tags.get(Tag.PhotometricInterpretation) == YCBCR:
+        reason = "subsampled YCbCr colours without compression"
+    if reason:
+        raise ValueError(f"a TIFF of {reason}: convert it to 8-bit gray or RGB")
+
+
+def scale_transparent_value(image: Image.Image) -> None:
+    """Scale a PNG's transparent value as Pillow scales the pixels (not those of 16-bit gray)."""
+    value = image.info.get("transparency")
+    raw = raw_mode(image)
+    if raw == "RGB;16B" and isinstance(value, tuple):
+        image.info["transparency"] = tuple(v >> 8 for v in value)
+    if raw in ("L;2", "L;4") and isinstance(value, int):
+        image.info["transparency"] = value * 255 // (2 ** int(raw[2:]) - 1)
+
+
+def raw_mode(image: Image.Image) -> str:
+    """Return how the pixels of an opened image are stored, in Pillow's words, such as "RGB;16B"."""
+    arguments = tile_arguments(image)
+    return str(arguments[0] if arguments else "")
+
+
+def tile_arguments(image: Image.Image) -> tuple[Any, ...]:
+    """Return what Pillow's decoder of an opened image is told; nothing once it is decoded."""
+    tiles = getattr(image, "tile", None)
+    if not tiles:
+        return ()
+    arguments = tiles[0][3]
+    return arguments if isinstance(arguments, tuple) else (arguments,)
+
+
+def tiff_tags(image: Image.Image) -> Mapping[int, Any]:
+    """Return the tags of a TIFF's page; none for other formats."""
+    return getattr(image, "tag_v2", {})
+
+
+def is_deep(image: Image.Image, data: bytes) -> bool:
+    """Whether an opened image has colours of more than 8 bits, of which Pillow keeps the upper 8.
+
+    16-bit gray, which Pillow keeps, is not counted.
+    """
+    if image.format == "JPEG2000":
+        size = data.find(b"\xff\x4f\xff\x51")  # ITU-T T.800, A.5.1: SOC, SIZ
+        return size >= 0 and (data[size + 42] & 127) > 7 and not image.mode.startswith("I")
+    if image.format == "AVIF":
+        settings = data.find(b"av1C")
+        return settings >= 0 and bool(data[settings + 6] & 64)  # high_bitdepth
+    if image.format == "PPM":
+        return image.mode == "RGB" and max(tile_arguments(image)[1:], default=0) > 255
+    return ";16" in raw_mode(image) and not image.mode.startswith("I")
+
+
+def has_further_channels(image: Image.Image) -> bool:
+    """Whether an opened TIFF has channels beside its colours and alpha, which Pillow leaves out."""
+    return 0 in tiff_tags(image).get(Tag.ExtraSamples, ())
+
+
+def has_white_at_zero(image: Image.Image) -> bool:
+    """Whether the values of a TIFF grow towards black, which Pillow ignores for 16 bits."""
+    return tiff_tags(image).get(Tag.PhotometricInterpretation) == WHITE_IS_ZERO
+
+
+def has_foreign_profile(image: Image.Image, data: bytes) -> bool:
+    """Whether a file states a colour profile, or a gamma, that is not that of sRGB."""
+    profile = image.info.get("icc_profile")
+    if profile:
+        return b"sRGB" not in profile and "sRGB".encode("utf-16-be") not in profile
+    if image.format == "AVIF":
+        at = data.find(b"colrnclx") + 8  # ITU-T H.273: colour primaries, transfer function
+        primaries, transfer = data[at + 1], data[at + 3]
+        return at > 8 and not (primaries in SRGB_PRIMARIES and transfer in SRGB_TRANSFERS)
+    gamma = image.info.get("gamma")
+    return gamma is not None and "srgb" not in image.info and abs(gamma - 1 / 2.2) > 0.01
+
+
+def count_frames(image: Image.Image) -> int:
+    """Return the number of frames or pages of an opened image."""
+    if image.format == "TIFF" and not tiff_tags(image).next:  # type: ignore[attr-defined]
+        return 1  # without reading its only page again
+    return getattr(image, "n_frames", 1)
