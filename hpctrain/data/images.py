@@ -132,6 +132,18 @@ CHANGES = {
 }
 
 
+LOSSES = {  # those that `predict` names
+    Change.SIXTEEN_BITS: "reduced to 8 bits per channel",
+    Change.TRANSPARENCY: "with transparency, laid over {background}",
+    Change.EMPTY_ALPHA: "with an empty alpha channel, which is ignored",
+    Change.FURTHER_CHANNELS: "with channels that are left out",
+    Change.BAD_ORIENTATION: "without a valid orientation",
+    Change.COLOUR_SPACE: "converted to RGB",
+    Change.COLOUR_PROFILE: "with a colour profile that is not applied",
+    Change.FRAMES: "of which the first of several frames is used",
+}
+
+
 @dataclass(slots=True)
 class Changes:
     """What was changed in one picture."""

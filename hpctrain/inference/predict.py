@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -79,6 +80,8 @@ def classify(
                     each = probabilities.argmax(1), probabilities.max(1)
                     answers += block.answers(*each, np.isin(block.rows, drawn))
                     bad |= block.bad
+        if isinstance(source, Images):
+            say_losses(source, comm)
         with on_all(comm):
             table.close()
             if comm.rank == 0 and output != "-":
@@ -91,6 +94,14 @@ def classify(
     where = "what is printed" if output == "-" else output
     rest = f"; {where} holds the answers to the others"
     on_root(comm, conclude, settings, bad, total, rest)
+
+
+def say_losses(images: Images, comm: Comm) -> None:
+    """Print a line on what images have lost when they were decoded. Collective."""
+    losses = sum(map(Counter, allgather(comm, images.count_losses())), Counter())
+    if losses and comm.rank == 0:
+        counts = ", ".join(f"{count:,} {what}" for what, count in losses.items())
+        say(f"of {len(images):,} images: {counts}", sys.stderr)
 
 
 def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
@@ -114,6 +125,7 @@ def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, co
             bad |= block.bad
             for row, image in zip(block.rows.tolist(), restored, strict=True):
                 write_image(folder / names[row], as_stored(image, network.scale))
+    say_losses(images, comm)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
         say(f"{folder}: {len(names) - len(bad):,} images restored{png_note(network)}")

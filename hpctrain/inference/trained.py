@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
 from hpctrain.config.functions import one_line
-from hpctrain.data.images import BadImage, Changes, Fit, decode, decode_threads, decode_values
+from hpctrain.data.images import (
+    LOSSES,
+    BadImage,
+    Changes,
+    Fit,
+    decode,
+    decode_threads,
+    decode_values,
+)
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.scale import FLOATS, FULL, Scale
@@ -220,7 +228,7 @@ class Images:
         if self.dtype == np.uint8 and not network.scale.is_bytes:
             self.dtype = np.dtype(np.float32)
         self.are_files = any(isinstance(image, Path) for image in images)
-        self.kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
+        self._kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
         self.names = [str(x) if self.are_files else f"image {n}" for n, x in enumerate(images)]
 
     def __len__(self) -> int:
@@ -229,6 +237,13 @@ class Images:
     def source_of(self, index: int) -> str:
         """Return the name of the file, or the number of the image."""
         return self.names[index]
+
+    def count_losses(self) -> dict[str, int]:
+        """Return how many of the images read so far have lost something, by what it is."""
+        texts = {
+            change: text.format(background=self._fit.background) for change, text in LOSSES.items()
+        }
+        return {text: int(np.count_nonzero(self._kinds & change)) for change, text in texts.items()}
 
     def read_labels(self, indices: np.ndarray, bad: Bad) -> None:
         """Return None: no labels are known."""
@@ -245,7 +260,7 @@ class Images:
                 bad[row] = f"{self.names[row]}: {error}"
             else:
                 image[:] = values
-                self.kinds[row] = changes.kinds
+                self._kinds[row] = changes.kinds
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
 

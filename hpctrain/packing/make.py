@@ -53,7 +53,7 @@ from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing
 from hpctrain.report.console import make_console
-from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, listed, say
+from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, listed_names, say
 from hpctrain.watchdog import doing
 
 TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
@@ -467,7 +467,7 @@ class Changed:
                 what = text.format(
                     largest=self.deepest, background=fit.background, frames=self.frames
                 )
-                names = listed([brief(source.names[row]) for row in np.sort(rows)], MOST_NAMED)
+                names = listed_names(source.names[row] for row in np.sort(rows).tolist())
                 which = f": {names}" if len(rows) < total else ""
                 note(f"{what}: {len(rows):,} of {total:,} images{which}")
         if self.brightest <= DARK:

@@ -155,12 +155,19 @@ __all__ += ["read_model", "save_model"]
 # Data: HDF5 files of other programs, random crops, augmentation
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
-from hpctrain.data.images import draw_crops
+from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops, probe
 from hpctrain.data.pack import External, images_note
 from hpctrain.tasks import add_noise
 
 __all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
 __all__ += ["images_note", "read_external"]
+__all__ += ["BadImage", "Fit", "decode", "names_of_changes", "probe"]
+
+
+def names_of_changes(changes):
+    """The names of the kinds of change in a decoded image."""
+    return {change.name for change in Change if changes.kinds & change}
+
 
 # What a run is: the plan that follows from settings and facts
 from hpctrain.plan import Facts, read_plan

@@ -21,6 +21,7 @@ from PIL import Image
 import hpctrain as hp
 from tests.support.api import command_line
 from tests.support.external import read, write
+from tests.support.odd_files import COLOUR, GRAY_ALPHA, png16, saved, tiff, tiff_page
 from tests.support.pictures import encode, picture
 
 QUICK = {"epochs": 1, "lr": 0.5, "threads": 1, "progress": "none"}
@@ -71,12 +72,6 @@ def export(run):
 def scene(mode="RGB", width=19, height=13, number=0):
     """A picture of Pillow in this mode."""
     return Image.fromarray(picture(number, width, height)).convert(mode)
-
-
-def saved(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def oriented(kind, number, mode="RGB"):
@@ -136,6 +131,15 @@ def odd_files():
     yield "of another kind.png", saved(scene(number=8), "JPEG")
     yield "UPPER.JPG", saved(scene(number=9), "JPEG")
     yield "æ€ 'x'.png", saved(scene(number=10), "PNG")
+    yield "white is 0.tif", tiff(tiff_page(65535 - deep(), 0))
+    yield "gray with alpha.png", png16(np.stack([deep(), deep()[::-1]], 2), GRAY_ALPHA)
+    yield "deep colour.png", png16(np.stack([deep(), deep()[::-1], deep() // 2], 2), COLOUR)
+    yield "deep colour.tif", tiff(tiff_page(np.stack([deep()] * 3, 2), 2))
+    yield "premultiplied.tif", tiff(tiff_page(np.stack([deep(255)] * 2, 2).astype("u1"), 1, t338=1))
+    yield "infrared.tif", tiff(tiff_page(np.asarray(transparent("RGBA")), 2, t338=0))
+    yield "moving.gif", saved(scene(), "GIF", save_all=True, append_images=[scene(number=3)])
+    yield "moving.webp", saved(scene(), "WEBP", save_all=True, append_images=[scene(number=3)])
+    yield "preview.mpo", saved(scene(), "MPO", save_all=True, append_images=[scene(number=3)])
 
 
 def damaged_files():
@@ -161,8 +165,12 @@ def photos(tmp_path_factory):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("crop", [[], ["--crop"]], ids=["stretch", "crop"])
-def test_files_have_one_answer(photos, tmp_path, channels, crop):
+@pytest.mark.parametrize(
+    ("crop", "background"),
+    [([], "white"), (["--crop", "--background", "black"], "black")],
+    ids=["stretch", "crop"],
+)
+def test_files_have_one_answer(photos, tmp_path, capfd, channels, crop, background):
     """Equal pixels in the pack and in `hp.load`; equal answers of all four; equal refusals."""
     words = ["--size", f"{SIDE}x{SIDE}", "--channels", channels, "--split", "1", *crop]
     pack = tmp_path / "odd.h5"
@@ -173,8 +181,12 @@ def test_files_have_one_answer(photos, tmp_path, channels, crop):
     packed = predict(run, "--split", "train")[1]
     assert {os.path.basename(name) for name in packed} == names
 
+    capfd.readouterr()
     code, of_files = predict(run, photos)
     assert code == 1  # for those that cannot be read
+    said = capfd.readouterr().err
+    assert f"of {len(names) + 7} images: 7 reduced to 8 bits per channel, 8" in said
+    assert f"with transparency, laid over {background}" in said
     of_files = {os.path.relpath(name, photos): answer for name, answer in of_files.items()}
     assert of_files.keys() == packed.keys()
     network = hp.load(run, trust_code=True)
