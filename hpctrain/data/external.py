@@ -17,6 +17,7 @@ import math
 import os
 import re
 import threading
+import unicodedata
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ CACHE_BYTES, SLOTS = 64 << 20, 10007  # of HDF5's chunk cache; it holds all chun
 DEFAULT_SPLIT = "0.9,0.1"
 TYPES = (*FULL, *FLOATS)  # little endian
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
+CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # of netCDF
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
 
@@ -228,12 +230,15 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     """
     path, layout, sizes = os.path.abspath(path), how.layout or "", dict[str, int]()
     found, labels = dict[str, SplitInfo](), dict[str, np.ndarray]()
+    notes = list[str]()
     with open_hdf5(path) as file:
         for split, name in find_splits(file, how).items():
             data, of = (find_dataset(file, each.replace("{split}", name)) for each in how[:2])
             layout, own = choose_layout(data, layout), os.fsdecode(data.file.filename)
             stored, labels[split] = locate(data, sizes), read_labels(of, len(data))
             found[split] = SplitInfo(os.path.abspath(own), len(data), stored, labels[split])
+            if unused := [attribute for attribute in CONVENTIONS if attribute in data.attrs]:
+                notes.append(f"{listed(unused)} of {data.name} are not applied")
     first = next(iter(found))
     path, images, values = found[first].path, found[first].images, np.unique(labels[first])
     for split, info in found.items():
@@ -251,7 +256,11 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
         tuple(printable(str(value), newlines=False) for value in values.tolist()),
         {"train": found[first]},
         sizes,
-        provenance={"source": os.path.basename(path), "images": images.dataset},
+        provenance={
+            "source": os.path.basename(path),
+            "images": images.dataset,
+            "notes": notes,
+        },
         layout=layout,
         scale=Scale(images.dtype, how.max_value or FULL.get(images.dtype, 1.0)),
         block_rows=block_rows,
@@ -260,8 +269,12 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     # The identity depends on the content, not on the path.
     splits, known = dict[str, SplitInfo](), [layout, pack.divisor, how.labels]
     probes = {split: _probe(pack, info, how.max_value is not None) for split, info in found.items()}
+    scale = pack.scale._replace(low=probes[first].low, high=probes[first].high)
     for split, info in found.items():
         images, probe = info.images, probes[split].crc32
+        here = pack.scale._replace(low=probes[split].low, high=probes[split].high)
+        if here.is_unlike(scale):
+            notes.append(f"{split} has {here}, and train {scale}")
         crc = zlib.crc32(as_bytes(labels[split]))
         known += [images.dtype, images.shape, images.dataset, crc, probe]
         classes = np.searchsorted(values, labels[split]).astype(np.min_scalar_type(len(values)))
@@ -270,7 +283,6 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
             part = info._replace(samples=len(rows), labels=classes[rows], rows=chosen)
             splits[name] = part._replace(probe=probe)
     identity = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(known))
-    scale = pack.scale._replace(low=probes[first].low, high=probes[first].high)
     return replace(pack, uuid=str(identity), splits=splits, scale=scale)
 
 
@@ -310,7 +322,9 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
     if len(shape) not in (3, 4):
         way = f"write them anew, {reshaped(data, '.reshape(N, H, W)')}, or (N, H, W, C)"
         raise Unusable(f"{name} have shape {shape}: {way}")
-    if len(shape) != len(LAYOUTS[chosen]) or 0 in shape:
+    if 0 in shape:
+        raise Unusable(f"{name} have shape {shape}: they hold nothing")
+    if len(shape) != len(LAYOUTS[chosen]):
         raise Unusable(f"{name} have shape {shape}, which is not {chosen}: say --layout")
     if not layout and len(shape) == 4 and shape[LAYOUTS[chosen][3]] > MOST_CHANNELS:
         ways = "--layout NHWC, NCHW or (of MATLAB) NCWH"
@@ -376,7 +390,13 @@ def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
     if (empty := names == "").any():
         raise Unusable(f"{name} are incomplete: row {empty.argmax()} is an empty string")
     distinct = np.unique(names).tolist()
-    is_numbered = all(re.fullmatch("0|[1-9][0-9]{0,17}", each) for each in distinct)
+    spellings: dict[str, str] = {}
+    for text in distinct:
+        other = spellings.setdefault(unicodedata.normalize("NFC", text.strip()), text)
+        if other != text:
+            ways = "which differ in spaces around them or in Unicode normalization alone"
+            raise Unusable(f"{name} hold {other!a} and {text!a}, {ways}: write them alike")
+    is_numbered = all(re.fullmatch("0|[1-9][0-9]{0,17}", text) for text in distinct)
     return names.astype(np.int64) if is_numbered else names
 
 

@@ -258,7 +258,7 @@ def images_note(pack: Pack) -> str | None:
             f"; the largest of {scale.divisor:,.0f} values found is {scale.high:,.0f}: --max-value"
             f" {max(1, scale.high):.0f} would make it 1"
         )
-    return note
+    return "; ".join([note, *pack.provenance["notes"]])
 
 
 def is_pack(path: str | os.PathLike[str]) -> bool:

@@ -16,6 +16,7 @@ FULL = {"uint8": 255.0, "uint16": 65535.0}  # largest value of a type
 FLOATS = ("float16", "float32", "float64")
 DARK = 16.0  # with larger values in training, floats in [0, 1] were scaled by something else
 ROUNDING = 1e-3
+UNLIKE = 4.0  # ratio of largest values that is noted
 SPARE = 2.0  # how many times larger than in training the values of integers may be
 
 
@@ -54,6 +55,10 @@ class Scale(NamedTuple):
         if self.is_full and other.is_full:
             return True
         return (self.is_full, self.divisor) == (other.is_full, other.divisor)
+
+    def is_unlike(self, other: Scale) -> bool:
+        """Whether the values of one input are much larger than those of the other."""
+        return max(self.reach, other.reach) > UNLIKE * min(self.reach, other.reach)
 
     def __str__(self) -> str:
         values = f"{self.dtype} values from {self.low:g} to {self.high:g}"

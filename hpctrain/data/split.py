@@ -345,7 +345,8 @@ class Split:
             if not is_plain:
                 values = values.transpose(LAYOUTS[pack.layout]).reshape(images.shape)
                 if pack.divisor:  # with 255, values become what bytes of a pack become
-                    values = values.astype(np.float32) * np.float32(1 / pack.divisor)
+                    with np.errstate(over="ignore", invalid="ignore"):  # `gather` reports these
+                        values = values.astype(np.float32) * np.float32(1 / pack.divisor)
                 images[...] = values
 
     def _decode(

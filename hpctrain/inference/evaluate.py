@@ -46,8 +46,6 @@ from hpctrain.tasks import ANSWERS, TAKEN, import_own
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started, waiting
 
-UNLIKE = 4  # times smaller values than those of the training are noted
-
 if TYPE_CHECKING:
     from hpctrain.inference.trained import Images, TrainedNetwork
 
@@ -227,7 +225,7 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
             raise UsageError(f"{bytes_of}, and the training was on {scale}: give an HDF5 file")
         return pack
     here = stored._replace(divisor=divisor)
-    if here.reach * UNLIKE < scale.reach:
+    if here.is_unlike(scale):
         say(f"{pack.path} holds {here}; the training was on {scale}", sys.stderr)
     if divisor == stored.divisor:
         return pack

@@ -360,7 +360,9 @@ BAD = {  # a data set, its values or what makes it, and what is named beside the
     "other layout": ("x", NCHW, "NHWC, NCHW or (of MATLAB) NCWH"),
     "five dimensions": ("x", IMAGES[None], "(1, 211, 7, 5, 3): write them anew"),
     "a number": ("x", np.uint8(3), "/x"),
-    "no images": ("x", IMAGES[:0], "(0, 7, 5, 3)"),
+    "no images": ("x", IMAGES[:0], "(0, 7, 5, 3): they hold nothing"),
+    "one name in two forms": ("y", np.array(["e\u0301", "\xe9"], object)[LABELS % 2], r"\xe9"),
+    "a name and a space": ("y", np.array([b"ant", b"ant "])[LABELS % 2], "'ant '"),
     "a null": ("x", h5py.Empty("u1"), "/x"),
     "half hot": ("y", changed(np.eye(CLASSES)[LABELS], 5, 0.5), "row 5"),
     "NaN label": ("y", changed(LABELS.astype("f4"), 5, np.nan), "row 5"),
@@ -445,6 +447,19 @@ def test_one_divisor_for_each_type(tmp_path, dtype, max_value, chunks):
     assert pack.scale == (str(images.dtype), divisor, 0, 1)
     with hp.Split(pack, "train") as split:
         assert hp.read_samples(split, range(50)).max().item() == pytest.approx(1 / divisor)
+
+
+def test_what_a_file_says_and_is_not_applied_is_noted(tmp_path):
+    """Conventions of netCDF; a test split of another scale than train, such as masks of 0 and 1."""
+    path = write(tmp_path / "a.h5", IMAGES, LABELS)
+    with h5py.File(path, "a") as file:
+        file["x"].attrs["scale_factor"] = 0.5
+        for split, images in {"train": IMAGES, "test": (IMAGES > 99).astype("u1")}.items():
+            file[f"{split}/x"] = images
+            file[f"{split}/y"] = LABELS
+    assert images_note(read(path)).endswith("; scale_factor of /x are not applied")
+    note = images_note(read(path, "{split}/x", "{split}/y"))
+    assert "test has uint8 values from 0 to 1, divided by 255, and train uint8 values" in note
 
 
 def test_chunks_that_cannot_be_divided_are_named(tmp_path):
