@@ -14,7 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.cluster import launched_rank, launched_size, require_mpi_launcher, signals_caught
+from hpctrain.cluster import (
+    launched_rank,
+    launched_size,
+    launcher_name,
+    require_mpi_launcher,
+    signals_caught,
+)
 from hpctrain.config import Config, EvaluateConfig, from_table
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, find_folder
@@ -39,8 +45,8 @@ def train(
     The settings are those of the command line with underscores, such as ``batch_size=64``; they
     take precedence over those of `config`. ``python -m hpctrain train --help`` describes them. A
     list stands for "0.2,1", a function for "module:function". All ranks of an MPI launch must make
-    the call with the same settings. A process without a launcher, such as a notebook, trains on one
-    rank.
+    the call, with the same settings, or all raise UsageError. A process without a launcher, such as
+    a notebook, trains on one rank.
 
     Rank 0 calls ``on_evaluation(record)`` after each validation with its record, a dict as in the
     run's progress.jsonl. If the result is true, the run stops after its next step, saved, with
@@ -52,10 +58,12 @@ def train(
     SIGTERM, SIGUSR1 and SIGUSR2 preempt it (status "preempted"). Signal handlers, torch's settings,
     threads and random generators are then as before the call.
     """
-    chosen = _settings(Config() if config is None else config, settings, "train")
-    with _all_ranks(chosen, "train") as comm:
+    given = Config() if config is None else config
+    with _all_ranks("train", given, settings) as (chosen, comm):
+        from hpctrain.parallel.mpi import check_on_root
         from hpctrain.training.train import run_training
 
+        check_on_root(comm, "on_evaluation", on_evaluation)
         return run_training(chosen, comm, on_evaluation)
 
 
@@ -67,15 +75,13 @@ def evaluate(
     `run` is the name or the folder of a run, or a .safetensors file. The settings are those of the
     command line, such as ``split="validation"``, ``data="other.h5"`` or ``mistakes=32``. With
     `trust_code`, the functions of your own that the run's files name are imported: its network,
-    loss and metric. All ranks of an MPI launch must make the call.
+    loss and metric. All ranks of an MPI launch must make the call, with the same settings.
 
     Returns loss, accuracy, confusion matrix and so on, on all ranks; no tables are printed. Raises
     UsageError and RunError.
     """
-    chosen = _settings(
-        EvaluateConfig(run=os.fspath(run), trust_code=trust_code), settings, "evaluate"
-    )
-    with _all_ranks(chosen, "evaluate") as comm:
+    given = EvaluateConfig(run=os.fspath(run), trust_code=trust_code)
+    with _all_ranks("evaluate", given, settings) as (chosen, comm):
         from hpctrain.inference.evaluate import evaluate_saved
 
         return evaluate_saved(chosen, comm)
@@ -94,27 +100,40 @@ def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
 
 
 @contextmanager
-def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
-    """Yield a communicator of all ranks for hpctrain.`name`, with signals caught. Collective.
+def _all_ranks(name: str, given: Settings, more: dict[str, Any]) -> Iterator[tuple[Settings, Comm]]:
+    """Yield the settings for hpctrain.`name` and a communicator of all ranks, with signals caught.
 
-    A watchdog ends the ranks that make the call if others do not. An error that not all of several
+    Collective. Raises UsageError on all ranks if settings are wrong or differ between ranks. A
+    watchdog ends the ranks that make the call if others do not. An error that not all of several
     ranks have aborts all, as on the command line; others are raised.
     """
+    require_mpi_launcher()
+    chosen, failure = given, None
+    try:
+        chosen = _settings(given, more, name)
+    except UsageError as error:
+        if launcher_name() == "none":
+            raise
+        failure = error  # all ranks agree on it
     import torch
 
-    require_mpi_launcher()
     threads = torch.get_num_threads()
-    place = launched_rank(), launched_size() or 1, socket.gethostname(), settings.hang_timeout
+    timeout = getattr(chosen, "hang_timeout", Config.hang_timeout)
+    place = launched_rank(), launched_size() or 1, socket.gethostname(), timeout
     with signals_caught(), warnings.catch_warnings(), Watchdog(*place) as watchdog:
         doing(f"hpctrain.{name}")
-        from hpctrain.parallel.mpi import MPI, conclude, start_mpi
+        from hpctrain.parallel.mpi import MPI, check_call, conclude, on_all, start_mpi
 
         watchdog.abort = MPI.COMM_WORLD.Abort
         comm = start_mpi()
         watchdog.set_rank(comm.rank, comm.size)  # not all launchers tell it
         try:
             doing("starting")
-            yield comm
+            with on_all(comm):
+                if failure is not None:
+                    raise failure
+            check_call(comm, f"hpctrain.{name}", vars(chosen))
+            yield chosen, comm
         except BaseException as error:
             if comm.size > 1 and not getattr(error, "agreed", False):
                 conclude(error)

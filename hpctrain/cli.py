@@ -142,7 +142,7 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = counted(size, "rank") if launched_size() or not under_mpirun() else "ranks"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
-        from hpctrain.parallel.mpi import MPI, conclude, on_all, start_mpi
+        from hpctrain.parallel.mpi import MPI, check_call, conclude, on_all, start_mpi
 
         watchdog.abort = MPI.COMM_WORLD.Abort
         try:
@@ -157,6 +157,7 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
             with quick_imports():
                 main = importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main
             watchdog.doing("starting")
+            check_call(comm, f"hpctrain {name}", vars(settings))
             return int(main(settings, comm))
         except BaseException as error:
             return conclude(error)

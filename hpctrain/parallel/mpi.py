@@ -15,12 +15,13 @@ import ctypes
 import faulthandler
 import hashlib
 import os
+import platform
 import socket
 import sys
 import time
 import traceback
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -31,6 +32,7 @@ from hpctrain.cluster import (
     place_in_step,
     require_mpi_launcher,
 )
+from hpctrain.config.option import flag_of
 from hpctrain.cores import core_count
 from hpctrain.errors import DeviceFailure, Failure, OwnCodeError, UsageError, first_line
 from hpctrain.fault import fault
@@ -189,6 +191,35 @@ def check_equal_on_all(comm: Comm, facts: dict[str, object]) -> None:
             if held[name] != value:
                 text = f"{value} on rank 0, {held[name]} on rank {rank}"
                 raise agreed(UsageError(f"{name} differs between ranks: {text}"))
+
+
+def check_call(comm: Comm, call: str, settings: Mapping[str, object]) -> None:
+    """Raise UsageError if ranks make another call, with other settings or versions. Collective.
+
+    Of its `settings`, only the progress, which rank 0 prints, may differ. torch is imported.
+    """
+    modules = {name: sys.modules[name].__version__ for name in ("hpctrain", "torch", "numpy")}
+    versions = {"the version of Python": platform.python_version()}
+    versions |= {f"the version of {name}": version for name, version in modules.items()}
+    asked = {
+        flag_of(name): "none" if value is None else value
+        for name, value in settings.items()
+        if name != "progress"
+    }
+    check_equal_on_all(comm, {"what is asked for": call, **asked, **versions})
+
+
+def check_on_root(comm: Comm, name: str, value: object) -> None:
+    """Raise UsageError if other ranks have a value that rank 0, which uses it, lacks. Collective.
+
+    The others may leave it out.
+    """
+    given = int(value is not None)
+    on_rank_0, most = minimum(comm, given if comm.rank == 0 else 1, -given)
+    if most < 0 == on_rank_0:
+        raise agreed(
+            UsageError(f"{name} is given on another rank, but not on rank 0, which calls it")
+        )
 
 
 HOST = MPI.Comm.Create_keyval()  # attribute of a communicator: the communicator of its host

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hpctrain as hp
 from tests.support import nets, ranks
-from tests.support.api import cluster
+from tests.support.api import cluster, command_line
 from tests.support.launches import checkpoint_steps, launch, run_of
 from tests.support.short import records
 
@@ -122,3 +123,75 @@ def test_running_statistics_that_differ_on_one_rank_are_noticed(settings):
     (code, text), *_ = ranks.on_ranks(3, diverge, settings=settings, step=3, statistics=True)
     assert code == 1 and text.endswith(".running_mean")
     assert checkpoint_steps(settings) == []
+
+
+CALLS = {  # what the last rank does in place of ("train", settings) -> what differs
+    "a setting": ({"lr": 0.2}, "--lr differs between ranks: 0.1 on rank 0, 0.2 on rank 2"),
+    "no value": ({"lr": None}, "--lr differs between ranks: 0.1 on rank 0, none on rank 2"),
+    "a run": ({"run": "b"}, "--run differs between ranks: a on rank 0, b on rank 2"),
+    "a plan": (
+        {"dry_run": True},
+        "--dry-run differs between ranks: False on rank 0, True on",
+    ),
+    "a mistake": ({"seed": -1.5}, "rank 2: hpctrain.train: --seed -1.5: expected an integer"),
+    "a function": (
+        {"on_evaluation": print},
+        "on_evaluation is given on another rank, but not on rank 0, which calls it",
+    ),
+    "another call": (
+        "evaluate",
+        "what is asked for differs between ranks: hpctrain.train on rank 0, hpctrain.",
+    ),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_that_ask_for_something_else_are_refused_on_all(comm, settings, name):
+    other, said = CALLS[name]
+    settings |= {"lr": 0.1}
+    given = settings
+    if comm.rank == LAST and name != "another call":
+        given = {name: value for name, value in (settings | other).items() if value is not None}
+    with pytest.raises(hp.UsageError, match=f"^{re.escape(said)}"):
+        if comm.rank == LAST and name == "another call":
+            hp.evaluate("a", runs_dir=settings["runs_dir"])
+        else:
+            hp.train(**given)
+    assert not run_of(settings).exists()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("package", ["torch", "numpy", "hpctrain"])
+def test_ranks_of_other_versions_are_refused(comm, settings, monkeypatch, package):
+    if comm.rank == LAST:
+        monkeypatch.setattr(sys.modules[package], "__version__", "0.0.7")
+    with pytest.raises(hp.UsageError, match=f"the version of {package} differs .* 0.0.7 on rank 2"):
+        hp.train(**settings)
+
+
+@pytest.mark.ranks(3)
+def test_values_that_mean_the_same_and_the_progress_are_not_compared(comm, settings):
+    last = comm.rank == LAST
+    given = {"epochs": 1, "time_limit": "60m" if last else "1h", "dry_run": True}
+    assert hp.train(**settings | given | {"progress": "none" if last else "plain"}).step == 0
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("words", "other", "said"),
+    [
+        ("train --lr 0.1", "train --lr 0.2", "--lr differs between ranks: 0.1 on rank 0, 0.2 on"),
+        ("train --seed 1", "evaluate a", "what is asked for differs between ranks: hpctrain train"),
+        ("predict a b", "predict a c", "--images differs between ranks: "),
+    ],
+)
+def test_command_lines_that_differ_are_refused(comm, capfd, words, other, said):
+    """As by mpirun -n 2 hpctrain ... : -n 1 hpctrain ..."""
+    given = other if comm.rank == LAST else words
+    assert command_line([*given.split(), "--runs-dir", "none"]) == 2
+    _, err = capfd.readouterr()
+    printed = [line for line in err.splitlines() if line.startswith("hpctrain: ")]
+    assert len(printed) == (comm.rank == 0)
+    if comm.rank == 0:
+        assert printed[0].startswith(f"hpctrain: {said}")
