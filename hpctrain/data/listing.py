@@ -21,10 +21,9 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from io import FileIO
 from itertools import groupby
 from os.path import normpath
 from pathlib import Path
@@ -377,26 +376,22 @@ class FileFinder:
 # Reading
 
 
-def open_regular(path: str) -> tuple[FileIO, int]:
-    """Open a regular file, and return its size, too. Raises OSError and BadImage.
+def open_regular(path: str) -> tuple[int, int]:
+    """Open a regular file; return its descriptor and its size. Raises OSError and BadImage.
 
     A named pipe does not wait for a writer.
     """
     try:
-        file = FileIO(path, opener=_open_at_once)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device without a driver
             raise BadImage(UNREADABLE[SPECIAL]) from None
         raise
-    status = os.fstat(file.fileno())
+    status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        file.close()
+        os.close(descriptor)
         raise BadImage(UNREADABLE[SPECIAL])
-    return file, status.st_size
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+    return descriptor, status.st_size
 
 
 def read_files(slices: Iterable[Slice], use: Callable[[bytes], T]) -> Iterator[T | BadImage]:
@@ -405,18 +400,20 @@ def read_files(slices: Iterable[Slice], use: Callable[[bytes], T]) -> Iterator[T
     An archive is opened once. `use` may raise BadImage.
     """
     for path, parts in groupby(slices, lambda part: part.path):
-        with ExitStack() as opened:
-            file = None
+        descriptor = -1
+        try:
             for part in parts:
                 try:
-                    if file is None:
-                        file, size = open_regular(path)
-                        opened.enter_context(file)
-                    yield use(_read(file, size, part))
+                    if descriptor == -1:
+                        descriptor, size = open_regular(path)
+                    yield use(_read(descriptor, size, part))
                 except BadImage as error:
                     yield error
                 except (OSError, ValueError, zlib.error) as error:
                     yield BadImage(getattr(error, "strerror", None) or str(error))
+        finally:
+            if descriptor != -1:
+                os.close(descriptor)
 
 
 def read_file(path: str) -> bytes:
@@ -427,7 +424,7 @@ def read_file(path: str) -> bytes:
     return data
 
 
-def _read(file: FileIO, file_size: int, part: Slice) -> bytes:
+def _read(descriptor: int, file_size: int, part: Slice) -> bytes:
     """Read an image file. Raises BadImage, OSError and zlib.error."""
     if part.kind in UNREADABLE:
         raise BadImage(UNREADABLE[part.kind])
@@ -435,13 +432,16 @@ def _read(file: FileIO, file_size: int, part: Slice) -> bytes:
         raise BadImage(f"compressed by method {part.kind} of .zip: store or deflate it")
     start = part.offset
     if part.kind != PLAIN:  # a local header of 30 bytes, a name and an extra field
-        file.seek(start + 26)
-        lengths = file.read(4)
+        lengths = os.pread(descriptor, 4, start + 26)
         start += 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-    if part.size > MOST_BYTES or (part.size == -1 and file_size > MOST_BYTES):
+    size = part.size
+    if size == -1:
+        size = file_size
+    if size > MOST_BYTES:
         raise BadImage("larger than 4 GiB: no image")
-    file.seek(start)
-    data = file.read(part.size) or b""
+    data = os.pread(descriptor, size, start)
+    while len(data) < size and (more := os.pread(descriptor, size - len(data), start + len(data))):
+        data += more  # Linux reads at most 2 GiB at a time
     if part.size not in (-1, len(data)):
         raise BadImage("the archive was cut short")
     if part.kind == zipfile.ZIP_DEFLATED:
@@ -456,8 +456,10 @@ def _read(file: FileIO, file_size: int, part: Slice) -> bytes:
 def read_start(path: str) -> bytes:
     """Return the first block of a regular file. Raises OSError."""
     try:
-        file, _ = open_regular(path)
-        with file:
-            return file.read(tarfile.BLOCKSIZE) or b""
+        descriptor, _ = open_regular(path)
     except BadImage as error:
         raise OSError(str(error)) from None
+    try:
+        return os.pread(descriptor, tarfile.BLOCKSIZE, 0)
+    finally:
+        os.close(descriptor)
