@@ -190,7 +190,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         prepare=prepare,
         init=init,
         host=host,
-        notes=[*crowded, *(str(text) for text in (*texts, drawn) if text)],
+        notes=[*crowded, *(str(text) for text in texts if text)],
     )
 
 

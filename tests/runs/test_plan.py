@@ -182,5 +182,6 @@ def test_classes_that_shards_cannot_draw_equally_often_are_noted_with_numbers(tm
         said = command(size, *words).out
         assert "4 shards lack a class and cannot draw it: rare 3 (3 images an epoch)" in said
         assert "up to 18 images are drawn an epoch; --shuffle global draws" in said
+        assert said.count("cannot draw it") == 1
     assert "cannot draw" not in command(1, *words, "--shuffle", "global").out
     assert "cannot draw" not in command(1, *words, "--shards", "1").out
