@@ -2,6 +2,7 @@
 
     checkpoints/00000123.safetensors    tensors, and as metadata all other values
     best-00000100.safetensors           the network with the smallest validation loss so far
+    checkpoints/best-00000050.safetensors   an earlier one, which a checkpoint still names
 
 Files are renamed into place (rename(2)) after fsync(2), a checkpoint after the record, which holds
 each of its steps, and after the best network, which it names by step and SHA-256. A checkpoint that
@@ -104,7 +105,7 @@ class Writer:
         """Write the best network so far in the background. Raises RunError as `wait` does."""
         self.wait()
         if self._run is not None:
-            self._begin(partial(self._write_best, best_file(self._run, step), tensors, metadata))
+            self._begin(partial(self._write_best, self._run, step, tensors, metadata))
 
     def wait(self) -> None:
         """Wait until everything is written. Raises RunError if writing failed."""
@@ -121,8 +122,22 @@ class Writer:
 
         self._task = self._pool.submit(timed)
 
-    def _write_best(self, path: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
-        self._best = write_tensors(path, tensors, metadata, "best")
+    def _write_best(
+        self, run: Path, step: int, tensors: Tensors, metadata: Mapping[str, Any]
+    ) -> None:
+        """Write the best network; one before it moves beside the checkpoints that name it."""
+        named, earlier = named_steps(run), [each for each in best_steps(run) if each != step]
+        self._best = write_tensors(best_file(run, step), tensors, metadata, "best")
+        for old in earlier:
+            path = best_file(run, old)
+            if old in named:
+                path.rename(superseded_file(run, old))
+            else:
+                path.unlink()
+            fault("best.superseded")
+        if earlier:
+            sync(run / CHECKPOINTS)
+            sync(run)
 
     def _write(self, run: Path, state: Mapping[str, Any], tensors: Tensors) -> None:
         fault("checkpoint.begun")
@@ -133,10 +148,30 @@ class Writer:
         write_tensors(_file(folder, step), tensors, known, "checkpoint")
         for old in checkpoint_steps(folder)[: -self._keep]:
             _file(folder, old).unlink()
-        kept, there = checkpoint_steps(folder), best_steps(run)
-        named = {max((best for best in there if best <= each), default=0) for each in kept}
-        for unnamed in {*there} - named:
+        named = named_steps(run)
+        for unnamed in {*best_steps(run)} - named:
             best_file(run, unnamed).unlink()
+        for unnamed in {*best_steps(folder)} - named:
+            superseded_file(run, unnamed).unlink()
+
+
+def named_steps(run: Path) -> set[int]:
+    """Return the steps of the best networks that the checkpoints name: the last before each."""
+    folder = run / CHECKPOINTS
+    there = {*best_steps(run), *best_steps(folder)}
+    kept = checkpoint_steps(folder)
+    return {max((best for best in there if best <= each), default=0) for each in kept}
+
+
+def superseded_file(run: Path, step: int) -> Path:
+    """Return the name of a best network that a checkpoint names, once there is a better one."""
+    return best_file(run / CHECKPOINTS, step)
+
+
+def find_best(run: Path, step: int) -> Path:
+    """Return where the best network of `step` is, superseded or not, or would be."""
+    superseded = superseded_file(run, step)
+    return superseded if superseded.exists() else best_file(run, step)
 
 
 def make_ready(run: Path, step: int, best: int) -> None:
@@ -149,8 +184,11 @@ def make_ready(run: Path, step: int, best: int) -> None:
     folder.mkdir(exist_ok=True)
     later = [_file(folder, each) for each in checkpoint_steps(folder) if each > step]
     later += [best_file(run, each) for each in best_steps(run) if each > best]
+    later += [superseded_file(run, each) for each in best_steps(folder) if each > best]
     for stale in (*run.glob(".*.tmp"), *folder.glob(".*.tmp"), *later):
         stale.unlink()
+    if (path := find_best(run, best)) != best_file(run, best):
+        path.rename(best_file(run, best))
 
 
 def _file(folder: Path, step: int) -> Path:

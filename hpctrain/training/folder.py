@@ -29,11 +29,11 @@ from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key, memory_of
 from hpctrain.parallel.mpi import agreed, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
-from hpctrain.report.find import CHECKPOINTS, best_file, evaluation_file
+from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import History, Outcome
 from hpctrain.report.record import Recorder, truncate_record
 from hpctrain.text import counted, ranges
-from hpctrain.training.checkpoint import Checkpoint, has_best, make_ready, newest
+from hpctrain.training.checkpoint import Checkpoint, find_best, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.run import NOTHING, Progress, Run, read_on_all
 from hpctrain.watchdog import HEARTBEATS
@@ -123,7 +123,7 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
     if saved["key"] != here:
         note = f"begun on {saved['key']}, now on {here}"
         notes.append(f"{note}: the bits may differ" if run.config.deterministic else note)
-    best = best_file(earlier.folder, state.best.step)
+    best = find_best(earlier.folder, state.best.step)
     if state.best.step and not on_root(run.comm, has_best, best, checkpoint.best):
         notes.append(f"{best} is gone: the best of what follows is kept")
         state.best = NOTHING

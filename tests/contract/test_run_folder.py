@@ -132,7 +132,8 @@ def files(run):
     assert not [*(run / "ranks").iterdir()], "heartbeats are gone after a run"
     kept = {path.name for path in run.iterdir() if path.is_file()}
     saved = [path.name for path in (run / "checkpoints").iterdir()]
-    assert all(re.fullmatch(r"\d{8}\.safetensors", name) for name in saved)
+    assert all(re.fullmatch(r"(best-)?\d{8}\.safetensors", name) for name in saved)
+    assert len([name for name in kept if name.startswith("best-")]) <= 1, "only the best one"
     return {re.sub(r"best-\d{8}\.safetensors", "best", name) for name in kept}
 
 

@@ -461,6 +461,18 @@ def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(settin
     assert tests == [3] and records(settings, "end")[-1]["steps"] == 21
 
 
+def test_the_best_network_alone_lies_beside_the_last_one(settings):
+    """Also if the last checkpoint, of step 14, names another: that of step 12 is kept for it."""
+    settings |= {"validate_every": "4steps", "final": "best", "lr": 0.003}
+    whole = settings | {"run": "whole", "epochs": 3}
+    assert launch(whole).code == launch(settings).code == 0
+    names = [sorted(p.name for p in run_of(settings).glob(f"{d}best-*")) for d in ("", "*/")]
+    assert names == [[f"best-{step:08}.safetensors"] for step in (14, 12)]
+    assert launch(settings, epochs=3).code == 0
+    check_same(settings, whole)
+    assert len([*run_of(settings).glob("best-*")]) == 1
+
+
 def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(settings):
     often = {"checkpoint_every": "2steps", "keep_checkpoints": 2}
     assert launch(settings, leave=6, **often).step == 7

@@ -108,7 +108,7 @@ def figures(settings: dict[str, Any]) -> list[tuple[Any, ...]]:
 def checkpoint_steps(settings: dict[str, Any]) -> list[int]:
     """The steps of the checkpoints of a run."""
     return sorted(
-        int(path.stem) for path in (run_of(settings) / "checkpoints").glob("*.safetensors")
+        int(path.stem) for path in (run_of(settings) / "checkpoints").glob("[0-9]*.safetensors")
     )
 
 
