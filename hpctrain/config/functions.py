@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -176,7 +177,9 @@ def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
         module = sys.modules.get(str(value).partition(":")[0])
         if is_own(name, value):
             file = getattr(module, "__file__", None)
-            content = Path(file).read_bytes() if file else b""
+            content = b""
+            if file and os.path.isfile(file):  # it may have been removed since
+                content = Path(file).read_bytes()
             digest = hashlib.sha256(content).hexdigest()[:12]
             found[f"the file of --{name} {value}"] = f"SHA-256 {digest}..."
         elif name == "model" and module is not None and str(value).startswith("timm:"):
