@@ -64,7 +64,10 @@ OTHER_FILES = {
 ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 MOST_BYTES = 4 << 30  # of an image file: far above Pillow's limit on pixels
 
-PLAIN, ENCRYPTED, LINK, SPECIAL = -1, -2, -3, -4  # kinds of slices, or a compression of .zip
+PLAIN = -1  # kinds of slices; others are compression methods of .zip
+ENCRYPTED = -2
+LINK = -3
+SPECIAL = -4
 UNREADABLE = {
     ENCRYPTED: "it is encrypted",
     LINK: "a link in an archive, which is not followed",
@@ -179,10 +182,12 @@ def list_archive(path: Path, scratch: IO[bytes]) -> Listing:
     listing = Listing("tar", str(path.resolve()))
     try:
         start = read_start(str(path))
-        for magic, text in {**FOREIGN, **OTHER_FILES}.items():
+        for magic, text in FOREIGN.items():
             if start.startswith(magic):
-                advice = "" if magic in OTHER_FILES else ": unpack it, and give the folder"
-                raise UsageError(f"source {path} is {text}{advice}")
+                raise UsageError(f"source {path} is {text}: unpack it, and give the folder")
+        for magic, text in OTHER_FILES.items():
+            if start.startswith(magic):
+                raise UsageError(f"source {path} is {text}")
         for magic, module in COMPRESSED.items():
             if start.startswith(magic):
                 with import_module(module).open(path) as stream:
