@@ -178,6 +178,29 @@ def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mod
     return model
 
 
+def crashing_in_nhwc(model: nn.Module) -> str:
+    """Return the name of the first convolution that must not be trained in NHWC; "" if none.
+
+    On CPUs with AVX2 and without AVX-512, oneDNN's weight gradient of a 1x1 convolution that has a
+    stride, and fewer input channels than a vector has values, writes beyond its memory
+    (https://github.com/uxlfoundation/oneDNN/issues/6035): the process crashes, hangs, or computes
+    wrong gradients. Convolutions with padding or groups use other code.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Conv2d) or module.kernel_size != (1, 1):
+            continue
+        plain = module.groups == 1 and module.padding in ((0, 0), "valid")
+        if plain and max(module.stride) > 1 and 1 < module.in_channels < 8:
+            return name or type(module).__name__
+    return ""
+
+
+def has_avx2_only() -> bool:
+    """Whether oneDNN uses AVX2, and no AVX-512, on this CPU."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return most.upper().startswith("AVX2") or torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate an uninitialised tensor.
 

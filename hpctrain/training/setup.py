@@ -39,13 +39,21 @@ from hpctrain.models.init import Scaling
 from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.device import choose_device, keep_memory, place
+from hpctrain.parallel.device import (
+    choose_device,
+    crashing_in_nhwc,
+    has_avx2_only,
+    keep_memory,
+    place,
+)
 from hpctrain.parallel.hosts import core_notes, decoding_threads, fair_threads, scarcest_host
 from hpctrain.parallel.mpi import (
     Comm,
+    agreed,
     allgather,
     check_equal_on_all,
     comm_of_host,
+    minimum,
     on_all,
     on_root,
 )
@@ -103,6 +111,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     # Network: what it learns, how its input is scaled, what it does with the first samples
     with on_all(comm):
         model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
+    config, nchw = choose_memory_format(config, model, device, comm, resumed=begun is not None)
     place(model, device, config.channels_last)
     with on_all(comm):
         frozen = freeze(model, config.freeze)
@@ -140,6 +149,9 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         scaling=scaling,
     )
     plan = on_root(comm, lambda: extend(begun, config, facts) if begun else resolve(config, facts))
+    if nchw:  # chosen here: the same command, without --no-channels-last, resumes the run
+        chosen = tuple(name for name in plan.chosen if name != "channels_last")
+        plan = dataclasses.replace(plan, chosen=chosen)
     sizes = [info.samples for name, info in pack.splits.items() if name != "train"]
     on_root(comm, check_sizes, norms, task, train, prepare, plan, sizes)
     with on_all(comm):
@@ -167,6 +179,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     options = ReadOptions(config.read_buffer, config.random_crop, device)
     texts = (
         transport.note,
+        nchw,
         init,
         scale_note(init, pack),
         why,
@@ -308,6 +321,31 @@ def scale_note(init: InitialWeights | None, pack: Pack) -> str:
     if trained.is_like(pack.scale):
         return ""
     return f"--init {init.path}: its training was on {trained}; this one is on {pack.scale}"
+
+
+def choose_memory_format(
+    config: Config, model: nn.Module, device: torch.device, comm: Comm, resumed: bool
+) -> tuple[Config, str]:
+    """Return the settings without channels-last, and a note, if NHWC crashes on a rank. Collective.
+
+    Raises UsageError, the same on all ranks, if the run was begun in NHWC.
+    """
+    layer = crashing_in_nhwc(model) if config.channels_last and device.type == "cpu" else ""
+    if not layer or minimum(comm, not has_avx2_only()) == [1]:
+        return config, ""
+    why = (
+        "oneDNN, a library of torch, writes beyond its memory in NHWC in the gradient of layer"
+        f" {layer} (a 1x1 convolution with a stride and fewer than 8 input channels) on"
+        " a CPU with AVX2 and without AVX-512"
+    )
+    if resumed:
+        raise agreed(
+            UsageError(
+                f"the run was begun in NHWC, and {why}: resume it on the kind of CPU where it"
+                " began, or begin another with --no-channels-last"
+            )
+        )
+    return dataclasses.replace(config, channels_last=False), f"computed in NCHW: {why}"
 
 
 def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:
