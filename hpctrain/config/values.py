@@ -13,6 +13,9 @@ from fractions import Fraction
 from typing import Any, ClassVar, Self
 
 LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that timers accept
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
+CLOCK = re.compile(r"((?P<h>\d+):(?=\d\d:))?(?P<m>\d+):(?P<s>\d\d)")
+DAYS = re.compile(r"(?P<d>\d+)-(?P<h>\d\d?)(:(?P<m>\d\d)(:(?P<s>\d\d))?)?")
 MAX_SIDE = 2**14  # pixels, of a decoded image
 
 
@@ -44,17 +47,23 @@ class Value:
 
 
 class Seconds(Value, float):
-    """A time: "90s", "10m", "2h", "H:MM:SS", or minutes without unit."""
+    """A time: "90s", "10m", "2h", "1d", or as in Slurm (sbatch(1), --time).
 
-    advice = "a time, such as 30m, 90s or 2:30:00"
+    Its formats are minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+    days-hours:minutes and days-hours:minutes:seconds.
+    """
+
+    advice = "a time, such as 30m, 90s, 2:30:00 or 1-12:00:00"
 
     @staticmethod
     def parse(text: str) -> float:
-        if clock := re.fullmatch(r"(\d+):(\d\d):(\d\d)", text):
-            seconds = 3600.0 * int(clock[1]) + 60 * int(clock[2]) + int(clock[3])
+        unit = text[-1:]
+        if clock := CLOCK.fullmatch(text) or DAYS.fullmatch(text):
+            seconds = sum(float(count) * UNITS[u] for u, count in clock.groupdict("0").items())
+        elif unit in UNITS:
+            seconds = float(text.removesuffix(unit)) * UNITS[unit]
         else:
-            unit = text[-1:] if text[-1:] in "smh" else ""
-            seconds = float(text.removesuffix(unit)) * {"s": 1, "h": 3600}.get(unit, 60)
+            seconds = float(text) * UNITS["m"]
         return require(0 < seconds <= LONGEST_DURATION, seconds)
 
 
@@ -81,7 +90,8 @@ class Every(Value, tuple[float, str]):
             return require(int(counted[1]) > 0, (int(counted[1]), counted[2]))
         if text == "0":
             return math.inf, "second"
-        return require(text[-1:] in "smh" or ":" in text, (Seconds(text), "second"))
+        is_time = text[-1:] in UNITS or CLOCK.fullmatch(text) or DAYS.fullmatch(text)
+        return require(is_time, (Seconds(text), "second"))
 
     @property
     def seconds(self) -> float:

@@ -18,7 +18,8 @@ from tests.support.ranks import alone
 NUMBER = st.floats(1e-3, 1e3).map(repr)
 COUNT = st.integers(1, 10**6)
 TIME = st.one_of(
-    st.tuples(NUMBER, st.sampled_from("smh")).map("".join),
+    st.tuples(NUMBER, st.sampled_from("smhd")).map("".join),
+    st.tuples(st.integers(1, 30), st.times()).map("{0[0]}-{0[1]:%H:%M:%S}".format),
     st.times(dt.time(0, 0, 1)).map(lambda time: f"{time:%H:%M:%S}"),
 )
 
@@ -103,3 +104,35 @@ def test_texts_that_mean_the_same_are_equal_and_are_kept_as_they_were_given():
         one, two, three = (hp.Config(**{name: text}) for text in (first, second, other))
         assert one == two != three
         assert [str(getattr(each, name)) for each in (one, two)] == [first, second]
+
+
+TIMES = {  # as Slurm reads them (sbatch(1), --time), and with a unit -> seconds
+    **{"90": 5400, "30:00": 1800, "1:05": 65, "2:30:00": 9000, "100:00:00": 360000},
+    **{"1-0": 86400, "1-12": 129600, "1-12:30": 131400, "1-00:00:00": 86400, "2-03:04:05": 183845},
+    **{"1d": 86400, "1.5h": 5400, "90s": 90, "0.5": 30},
+}
+WRONG = [
+    "1-",
+    "-1",
+    "1-2-3",
+    "1:2",
+    "1:2:3",
+    "1:02:3",
+    "1-00:0",
+    "1d12h",
+    "::",
+    "1:",
+    "1-:00",
+    "0-0",
+]
+
+
+def test_times_are_those_of_slurm():
+    assert {text: float(hp.Config(time_limit=text).time_limit) for text in TIMES} == TIMES
+    for text in WRONG:
+        with pytest.raises(hp.UsageError, match="--time-limit .*give a time, such as 30m"):
+            hp.Config(time_limit=text)
+    every = [hp.Config(checkpoint_every=text).checkpoint_every for text in ("1-12", "2d", "30:00")]
+    assert [each.seconds for each in every] == [129600, 172800, 1800]
+    with pytest.raises(hp.UsageError, match="as in 2epochs, 500steps or 10m"):
+        hp.Config(checkpoint_every="30.5")
