@@ -90,8 +90,8 @@ class Every(Value, tuple[float, str]):
             return require(int(counted[1]) > 0, (int(counted[1]), counted[2]))
         if text == "0":
             return math.inf, "second"
-        is_time = text[-1:] in UNITS or CLOCK.fullmatch(text) or DAYS.fullmatch(text)
-        return require(is_time, (Seconds(text), "second"))
+        has_unit = text[-1:] in UNITS or CLOCK.fullmatch(text) or DAYS.fullmatch(text)
+        return require(bool(has_unit), (Seconds(text), "second"))
 
     @property
     def seconds(self) -> float:

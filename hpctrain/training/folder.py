@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import shutil
 import time
@@ -35,6 +36,7 @@ from hpctrain.report.record import Recorder, truncate_record
 from hpctrain.text import counted, ranges
 from hpctrain.training.checkpoint import Checkpoint, find_best, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
+from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.run import NOTHING, Progress, Run, read_on_all
 from hpctrain.watchdog import HEARTBEATS
 
@@ -117,8 +119,12 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
         raise agreed(UsageError(text)) from error
     run.progress = state = Progress.from_json(saved)
     if run.plan.epochs > saved["epochs"]:
-        state.ended, state.reason = "", None  # by --patience: the run is extended
+        if state.ended:  # by --patience, of which the extension has all again
+            state.waited = 0
+        state.ended = ""
+        state.reason = None
     notes = [*earlier.problems, f"going on after step {state.step}"]
+    notes += filter(None, [stretched(run, saved["epochs"])])
     here = hardware_key(trainer.message.device)
     if saved["key"] != here:
         note = f"begun on {saved['key']}, now on {here}"
@@ -128,6 +134,22 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
         notes.append(f"{best} is gone: the best of what follows is kept")
         state.best = NOTHING
     return notes
+
+
+def stretched(run: Run, epochs: int) -> str:
+    """Return a note if the learning rate is another one than with `epochs`; "" if it is not."""
+    config, plan, step = run.config, run.plan, run.progress.step
+    if not step:
+        return ""
+    before = learning_rate(config, dataclasses.replace(plan, epochs=epochs), step - 1)
+    now = learning_rate(config, plan, step - 1)
+    if math.isclose(before, now, rel_tol=1e-3):
+        return ""
+    return (
+        f"the {config.schedule} schedule is stretched from {epochs} to {plan.epochs} epochs: the"
+        f" learning rate goes from {before:.3g} to {now:.3g}; to train on at a low rate, begin"
+        f" another run with --init {config.run} --schedule constant --lr RATE"
+    )
 
 
 def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:

@@ -387,6 +387,27 @@ def test_a_finished_run_says_so_and_more_epochs_extend_it(settings, whole):
     check_same(settings, longer, whole_record=False)
 
 
+STRETCHED = {  # schedule -> the rates of the last step before and after it is stretched
+    "cosine": "from 0 to 0.0056;",
+    "one-cycle": "from 4e-08 to 0.00812;",
+    "step": "",
+    "constant": "",
+}
+
+
+@pytest.mark.parametrize("schedule", STRETCHED)
+def test_a_learning_rate_that_jumps_in_an_extended_run_is_noted(settings, schedule):
+    settings |= {"schedule": schedule, "test": False}
+    assert launch(settings, epochs=1).code == 0
+    assert launch(settings, epochs=2).code == 0
+    found = [note for note in notes(settings) if "the learning rate goes" in note]
+    assert len(found) == bool(STRETCHED[schedule])
+    for note in found:
+        assert note.startswith(f"the {schedule} schedule is stretched from 1 to 2 epochs: ")
+        assert STRETCHED[schedule] in note and "--init a --schedule constant" in note
+    assert launch(settings, epochs=2).code == 0
+
+
 def test_a_finished_run_is_refused_without_its_pack_or_with_another(settings, whole, tmp_path):
     gone = launch(whole, data=str(tmp_path / "gone.h5"))
     assert gone.code == 2 and "gone.h5" in gone.error and "\n" not in gone.error
@@ -413,6 +434,12 @@ def test_a_run_that_patience_ended_continues_when_extended_even_if_killed_at_onc
     assert launch(settings, epochs=3, leave="evaluation.begun").step == 6
     assert launch(settings, epochs=3).step == 6, "one more validation, which is no better"
     assert records(settings, "end")[-1]["status"] == "done"
+
+
+def test_an_extension_after_patience_has_all_of_it_again(settings):
+    settings |= {**NEVER_BETTER, "validate_every": "2steps", "patience": 2}
+    assert launch(settings).step == 6
+    assert launch(settings, epochs=3).step == 10
 
 
 def test_the_reason_of_patience_does_not_outlive_an_extension(settings):
