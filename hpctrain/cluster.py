@@ -31,6 +31,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.errors import RunError, UsageError
@@ -128,6 +129,12 @@ def more_cores() -> str:
         "mpiexec (PALS)": "mpiexec --cpu-bind depth --depth N",
     }
     return f"give ranks more: {options.get(launcher_name(), 'ask for them, start without taskset')}"
+
+
+def gpu_files() -> list[str]:
+    """Return the device files of the GPUs of this host: of NVIDIA's each, of AMD's one for all."""
+    files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]
+    return sorted(map(str, files))
 
 
 def end_with_parent(parent: int) -> None:

@@ -29,7 +29,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from hpctrain import __version__
-from hpctrain.cluster import find_job, launched_rank, launched_size, launcher_name, more_cores
+from hpctrain.cluster import (
+    find_job,
+    gpu_files,
+    launched_rank,
+    launched_size,
+    launcher_name,
+    more_cores,
+)
 from hpctrain.config import Settings
 from hpctrain.cores import BINDING, allowed_cores, cpu_quotas, whole_cores
 from hpctrain.errors import UsageError, first_line
@@ -210,7 +217,7 @@ def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
 
 def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     local_rank = mpi.comm_of_host(comm).rank if mpi else 0  # collective
-    nodes = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]  # kfd: all of AMD
+    nodes = gpu_files()
     found: dict[str, Any] = {"torch_error": "", "gpus": [], "gpu_nodes": nodes, "gpu_problem": ""}
     try:
         import torch

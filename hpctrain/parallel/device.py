@@ -31,9 +31,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpctrain.cluster import gpu_files
 from hpctrain.errors import DeviceFailure, Failure, RunError, UsageError, first_line
 from hpctrain.streams import record_event
-from hpctrain.text import brief, counted
+from hpctrain.text import brief, counted, listed
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}  # of messages
 
@@ -67,6 +68,17 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         text = f"GPU {device.index} of {count} cannot be used ({first_line(error)})"
         raise UsageError(f"{text}: python -m hpctrain doctor shows more") from error
     return device
+
+
+def unused_gpus_note(requested: str, device: torch.device) -> str:
+    """Return a note if this host has GPUs and `device`, chosen for --device, is none; else ""."""
+    files = gpu_files()
+    if requested != "auto" or device.type != "cpu" or not files:
+        return ""
+    return (
+        f"training runs on the CPU: this host has {listed(files, 1)}, but torch sees no GPU"
+        " (python -m hpctrain doctor shows why; --device cpu, if that is meant)"
+    )
 
 
 def _choose_slice(local_rank: int) -> None:

@@ -45,6 +45,7 @@ from hpctrain.parallel.device import (
     has_avx2_only,
     keep_memory,
     place,
+    unused_gpus_note,
 )
 from hpctrain.parallel.hosts import core_notes, decoding_threads, fair_threads, scarcest_host
 from hpctrain.parallel.mpi import (
@@ -179,6 +180,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     options = ReadOptions(config.read_buffer, config.random_crop, device)
     texts = (
         transport.note,
+        unused_gpus_note(config.device, device),
         nchw,
         init,
         scale_note(init, pack),

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -22,6 +23,7 @@ from tests.support.api import (
     command_line,
     memory_of,
     open_transport,
+    read_records,
 )
 from tests.support.packs import make_pack
 
@@ -174,6 +176,26 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(comm, tmp_path, monkey
     assert command_line([*words, "--device", "cuda"]) == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert re.match("hpctrain: GPU 0 of 2 .* busy", line)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("device", "files"), [("auto", 1), ("cpu", 1), ("auto", 0)])
+def test_gpus_that_torch_does_not_see_are_noted(comm, tmp_path, monkeypatch, device, files):
+    glob = Path.glob
+
+    def seen(folder, pattern):
+        if str(folder) != "/dev":
+            return glob(folder, pattern)
+        return [Path("/dev/nvidia0")] * (pattern.startswith("nvidia") and files)
+
+    monkeypatch.setattr(Path, "glob", seen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    pack, runs = make_pack(tmp_path / "p.h5", {"train": 40, "test": 9}), str(tmp_path / "runs")
+    how = {"epochs": 1, "device": device, "threads": 1, "progress": "none", "model": "digits"}
+    run = hp.train(data=str(pack), runs_dir=runs, **how)
+    notes = [record["text"] for record in read_records(run.folder) if record["kind"] == "note"]
+    told = [text for text in notes if "this host has /dev/nvidia0, but torch sees no GPU" in text]
+    assert bool(told) == (device == "auto" and files == 1)
 
 
 @pytest.mark.ranks(1)
