@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import tarfile
 import unicodedata
 import zipfile
@@ -300,7 +301,9 @@ def _zip_members(listing: Listing) -> Iterator[Member]:
     with zipfile.ZipFile(listing.root) as archive:
         for m in archive.infolist():
             name = m.filename
-            if not m.flag_bits & 0x800 and not name.isascii():  # APPNOTE.TXT 4.4.4, bit 11
+            if path := _unicode_path(m):
+                name = path
+            elif not m.flag_bits & 0x800 and not name.isascii():  # APPNOTE.TXT 4.4.4, bit 11
                 try:
                     name = name.encode("cp437").decode()  # as macOS writes them
                     guessed.append(name)
@@ -317,6 +320,17 @@ def _zip_members(listing: Listing) -> Iterator[Member]:
             yield Member(name, name.endswith("/"), place)
     listing.add_note("names without a flag that says so are read as UTF-8", guessed)
     listing.add_note("names that are not UTF-8 are read as code page 437", unknown)
+
+
+def _unicode_path(member: zipfile.ZipInfo) -> str:
+    """Return the name in UTF-8 that WinZip and Info-ZIP add to that of a code page, or ""."""
+    extra = member.extra
+    while len(extra) > 9:  # APPNOTE.TXT 4.6.9: version, CRC-32 of the other name, this name
+        kind, size = struct.unpack_from("<HH", extra)
+        if kind == 0x7075:
+            return extra[9 : 4 + size].decode("utf-8", "replace")
+        extra = extra[4 + size :]
+    return ""
 
 
 # Tables name files

@@ -49,6 +49,7 @@ UNLABELLED = ("pred", "prediction", "predictions", "unlabeled", "unlabelled")  #
 IMAGE_FOLDERS = ("images", "imgs", "image", "img", "data")  # which name no class
 ANNOTATIONS = ("labels", "annotations", "masks")
 TABLES = (".csv", ".tsv", ".txt")
+MOST_CHARACTERS = 1000  # of a label or a group
 COLUMNS = ("path", "label", "split", "group")  # of a table
 ENCODINGS = {  # by byte order mark
     codecs.BOM_UTF8: "utf-8-sig",
@@ -165,6 +166,8 @@ def read_class_folders(listing: Listing, where: str) -> Source:
         )
     if files and all(name.endswith(".npy") for name in files):
         raise UsageError(f"{where} holds arrays: hpctrain.write_pack makes a pack of them")
+    if "[Content_Types].xml" in files:
+        raise UsageError(f"{where} is a workbook or another document: save a table as CSV in UTF-8")
     within = [sys.intern(name.rpartition("/")[0]) for name in files]
     paths = sorted(tuple(name.split("/")) for name in {*within, *listing.folders} if name)
     try:
@@ -215,6 +218,8 @@ def _class_folders(
             listing.add_note("joined as one split", joined, "folder")
     listing.add_note("folders in a class folder belong to that class", below, "folder")
     listing.notes += class_notes(spellings)
+    if len(spellings) == 1:
+        listing.notes.append(f"all images are of one class, {brief(next(iter(spellings)))}")
     return roles
 
 
@@ -396,8 +401,13 @@ def _check_cells(where: str, row: Mapping[str, str], image: str, files: FileFind
             raise UsageError(f"{where} has no {name}")
         if not _is_unicode(cell) and not (name == "path" and files.has(image)):
             raise UsageError(f"{where} is not UTF-8: save the table as CSV in UTF-8")
-        if name != "path" and len(cell.splitlines()) > 1:
-            raise UsageError(f"{where} has a {name} of several lines: is a quotation mark missing?")
+        if name != "path" and (len(cell.splitlines()) > 1 or len(cell) > MOST_CHARACTERS):
+            raise UsageError(
+                f"{where} has a {name} of several lines, or of more than {MOST_CHARACTERS:,}"
+                " characters: is a quotation mark missing?"
+            )
+        if "\0" in cell:
+            raise UsageError(f"{where} holds a NUL character: save the table as CSV in UTF-8")
     if "://" in row["path"] and not files.has(image):
         raise UsageError(f"{where} has the path {brief(row['path'])}: fetch it, and give the file")
 

@@ -270,6 +270,8 @@ MANIFESTS = {
     'path,label\na,"b\nc,d\n"\n': "line 4 label quotation",
     "path,label\nhttps://a.org/1.png,b\n": "line 2 https://a.org/1.png fetch",
     '{"images": [{"id": 1}]}\n': "labels.csv JSON",
+    "path,label\na,b\nc,d\0\n": "line 3 NUL",
+    f"path,label\na,{1001 * 'b'}\n": "line 2 label 1,000",
 }
 
 TRAINING = """

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import socket
+import struct
 import tarfile
 import unicodedata
 import warnings
@@ -139,6 +140,11 @@ def test_what_has_no_label_stands_beside_splits(tmp_path, capfd):
     assert classes_of(tree(tmp_path / "images", files), files) == files
     said = capfd.readouterr().err
     assert "joined as one split: 2 folders (seg_train/seg_train, seg_training)" in said
+
+
+def test_a_source_of_one_class_is_said(tmp_path, capfd):
+    make_pack(tree(tmp_path / "images", ["train/cat.1.png"]), tmp_path / "a.h5", split="1")
+    assert "all images are of one class, train" in capfd.readouterr().err
 
 
 def test_sources_without_classes_are_refused(tmp_path, refusal):
@@ -345,11 +351,19 @@ def test_names_in_a_zip_are_utf8_if_they_can_be_and_back_slashes_separate(tmp_pa
         "top/b/1.png": b"C:\\top\\b\\12",
     }
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
-        for number, name in enumerate([*names, "top/b/2.png"]):
-            archive.writestr(name, encode(picture(number)))
+        for number, name in enumerate([*names, "top/b/2.png", "top/b/5.png"]):
+            member = zipfile.ZipInfo(name)
+            if number == 4:  # as of WinZip: the name in UTF-8 is an extra field
+                more = "top/猫/5.png".encode()
+                member.extra = struct.pack("<HHBI", 0x7075, 5 + len(more), 1, 0) + more
+            archive.writestr(member, encode(picture(number)))
     path = rename_members(tmp_path / "x.zip", names)
     found = placed(make_pack(path, tmp_path / "a.h5", split="1"))
-    assert {n: of[1] for n, of in found.items()} == {0: "é", 1: "é", 2: "b", 3: "b"}
+    assert {n: of[1] for n, of in found.items()} == {
+        **dict.fromkeys((0, 1), "é"),
+        **dict.fromkeys((2, 3), "b"),
+        4: "猫",
+    }
     said = capfd.readouterr().err
     assert "code page 437: 1 file (top/é/x23.png)" in said
     assert r"are read as UTF-8: 1 file (top\é\234.png)" in said
@@ -409,6 +423,10 @@ def test_what_is_no_archive_that_can_be_read_is_named(tmp_path, refusal):
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("x.npy", b"")
     assert "write_pack" in refusal(tmp_path / "x.npz")
+    with zipfile.ZipFile(tmp_path / "x.xlsx", "w") as archive:
+        archive.writestr("[Content_Types].xml", b"")
+        archive.writestr("xl/workbook.xml", b"")
+    assert "CSV" in refusal(tmp_path / "x.xlsx")
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", "/dev/zero"):
         assert "not a regular file" in refusal(name, split="1")
