@@ -69,6 +69,7 @@ MAX_THREADS = 8
 GRAY_ALPHA_16 = "LA;16B"  # which Pillow opens as RGBA
 GROUNDS = {"white": (255, 255, 255, 255), "black": (0, 0, 0, 255)}
 
+DEEP_ENOUGH = 2**14  # 16-bit images with smaller values only are refused
 ASPECT_TOLERANCE = 0.01  # within which an image counts as not stretched
 EMPTY_EXIF = 20  # bytes of EXIF metadata without a tag
 ORIENTATIONS = range(1, 9)  # that EXIF defines
@@ -307,6 +308,8 @@ def _load(data: bytes | Image.Image, changes: Changes, reach: int = 0) -> tuple[
     """Open and decode an image; return it with its box. With `reach`, a JPEG may be scaled down."""
     if isinstance(data, Image.Image):
         data.load()
+        if 0 in data.size:
+            raise BadImage("it has no pixels")
         return data, (0, 0, *data.size)
     opened = open_image(data)
     _inspect(opened, data, changes)

@@ -25,7 +25,13 @@ from hpctrain.errors import UsageError
 from hpctrain.files import writing
 from hpctrain.inference.evaluate import draw_answers, open_network, open_split, picture_path
 from hpctrain.inference.network import Answer
-from hpctrain.inference.trained import Images, TrainedNetwork, list_images, refuse_unusable
+from hpctrain.inference.trained import (
+    Images,
+    TrainedNetwork,
+    list_images,
+    refuse_unusable,
+    say_range,
+)
 from hpctrain.parallel.hosts import decoding_threads
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_predictions, write_image
@@ -81,7 +87,7 @@ def classify(
                     answers += block.answers(*each, np.isin(block.rows, drawn))
                     bad |= block.bad
         if isinstance(source, Images):
-            say_losses(source, comm)
+            say_losses(source, network.scale, comm)
         with on_all(comm):
             table.close()
             if comm.rank == 0 and output != "-":
@@ -96,9 +102,12 @@ def classify(
     on_root(comm, conclude, settings, bad, total, rest)
 
 
-def say_losses(images: Images, comm: Comm) -> None:
-    """Print a line on what images have lost when they were decoded. Collective."""
+def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
+    """Print a line on what images have lost when they were decoded, or on darkness. Collective."""
     losses = sum(map(Counter, allgather(comm, images.count_losses())), Counter())
+    reach = max(allgather(comm, images.reach))
+    if comm.rank == 0:
+        say_range(images, scale, reach)
     if losses and comm.rank == 0:
         counts = ", ".join(f"{count:,} {what}" for what, count in losses.items())
         say(f"of {len(images):,} images: {counts}", sys.stderr)
@@ -125,7 +134,7 @@ def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, co
             bad |= block.bad
             for row, image in zip(block.rows.tolist(), restored, strict=True):
                 write_image(folder / names[row], as_stored(image, network.scale))
-    say_losses(images, comm)
+    say_losses(images, network.scale, comm)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
         say(f"{folder}: {len(names) - len(bad):,} images restored{png_note(network)}")

@@ -19,8 +19,10 @@ from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
 from hpctrain.config.functions import one_line
 from hpctrain.data.images import (
+    DEEP_ENOUGH,
     LOSSES,
     BadImage,
+    Change,
     Changes,
     Fit,
     decode,
@@ -29,7 +31,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
-from hpctrain.data.scale import FLOATS, FULL, Scale
+from hpctrain.data.scale import FLOATS, FULL, UNLIKE, Scale
 from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.inference.network import Inference, find_model
@@ -38,7 +40,7 @@ from hpctrain.parallel.device import choose_device, explain_errors, place, torch
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks import make_task
-from hpctrain.text import MOST_NAMED, brief, listed, printable, say
+from hpctrain.text import MOST_NAMED, brief, counted, listed, printable, say
 
 PICTURE_CHANNELS = (1, 3)  # gray, RGB
 PICTURES = (Path, Image.Image)
@@ -135,6 +137,7 @@ class TrainedNetwork:
         pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
         opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
+        say_range(opened, self.scale, opened.reach)
         return self.inference.prepare(torch.from_numpy(pixels), 0)
 
     def predict(
@@ -158,6 +161,7 @@ class TrainedNetwork:
         bad = {row: why for block, _ in found for row, why in block.bad.items()}
         if not skip_bad:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
+        say_range(opened, self.scale, opened.reach)
         rows = np.array([row for block, _ in found for row in block.rows], np.int64)
         none = np.empty((0, len(self.classes)), np.float32)
         files = {"file": np.array([opened.names[row] for row in rows], str)}
@@ -229,6 +233,9 @@ class Images:
             self.dtype = np.dtype(np.float32)
         self.are_files = any(isinstance(image, Path) for image in images)
         self._kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
+        self._reaches = np.zeros(len(images), np.float32)  # largest values, in the network's scale
+        packed = provenance.get("changed", {})  # by `pack`, which has compared their values
+        self._had_16_bits = Change.SIXTEEN_BITS.name.lower() in packed
         self.names = [str(x) if self.are_files else f"image {n}" for n, x in enumerate(images)]
 
     def __len__(self) -> int:
@@ -237,6 +244,11 @@ class Images:
     def source_of(self, index: int) -> str:
         """Return the name of the file, or the number of the image."""
         return self.names[index]
+
+    @property
+    def reach(self) -> float:
+        """The largest absolute value in the network's scale that was read; 0 for bytes."""
+        return float(self._reaches.max(initial=0))
 
     def count_losses(self) -> dict[str, int]:
         """Return how many of the images read so far have lost something, by what it is."""
@@ -263,6 +275,8 @@ class Images:
                 self._kinds[row] = changes.kinds
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
+                elif not self._scale.is_bytes:
+                    self._reaches[row] = np.abs(values).max()
 
         with decode_threads(self._threads) as threads:
             list(threads.map(read, out, indices.tolist()))
@@ -287,7 +301,19 @@ class Images:
             values = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
         else:
             values, changes = decode_values(given, self._fit)
+        if changes.kinds & Change.SIXTEEN_BITS:
+            self._check_16_bits(changes)
         return (values if self._scale.is_bytes else scaled(values, self._scale)), changes
+
+    def _check_16_bits(self, changes: Changes) -> None:
+        """Raise UsageError for an image that was reduced to 8 bits if too little of it is left."""
+        if not self._scale.is_bytes:
+            text = "its channels have 16 bits, and Pillow reads the upper 8 of several channels"
+            raise UsageError(f"{text}: give an array")
+        if 0 < changes.largest < DEEP_ENOUGH and not self._had_16_bits:
+            levels = counted(changes.largest // 257 + 1, "gray level")
+            text = f"its largest value is {changes.largest:,} of 65,535; as 8 bits"
+            raise UsageError(f"{text}, {levels} would be left: give images of 8 bits")
 
 
 def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
@@ -355,7 +381,8 @@ def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
     array, scale = to_numpy(given), network.scale
     shape = network.image_shape
     if array.ndim == 2 and array.shape[1] == math.prod(shape) and array.shape != shape[:2]:
-        raise UsageError(f"flat images {array.shape}: reshape them to (N, *{shape})")
+        axes = ", ".join(map(str, shape))
+        raise UsageError(f"flat images {array.shape}: reshape them to (N, {axes})")
     array = array[..., None] if array.ndim == 2 else array
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     kind = array.dtype.name
@@ -403,6 +430,13 @@ def _begins_as_archive(path: Path) -> bool:
         return is_archive(os.fspath(path))
     except OSError:  # it is unusable, which reading it says
         return False
+
+
+def say_range(images: Images, scale: Scale, reach: float) -> None:
+    """Print a line if images with values up to `reach` are far darker than those of a training."""
+    if 0 < reach * UNLIKE < scale.reach:
+        here = f"the largest value of {counted(len(images), 'image')} is {reach * scale.divisor:g}"
+        say(f"{here}; the training was on {scale}", sys.stderr)
 
 
 def refuse_unusable(bad: Mapping[int, str], total: int, rest: str = "") -> None:

@@ -40,7 +40,7 @@ import hpctrain
 from hpctrain.config import PackConfig, Size
 from hpctrain.cores import core_count
 from hpctrain.data.digits import generate
-from hpctrain.data.images import CHANGES, BadImage, Change, Fit, probe
+from hpctrain.data.images import CHANGES, DEEP_ENOUGH, BadImage, Change, Fit, probe
 from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.partition import READ_BYTES
@@ -63,7 +63,6 @@ MIN_IMAGES_PER_JOB = 16
 IMAGES_PER_TASK = 64  # that are read; fewer are decoded
 TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so many, at most so large
 CLASSES_SHOWN = 40
-DEEP_ENOUGH = 2**14  # 16-bit images with smaller values only are refused
 DARK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 

@@ -7,7 +7,6 @@ trained on HDF5 files come as rows of these, arrays, tensors, images of Pillow a
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import os
 from pathlib import Path
@@ -19,9 +18,10 @@ import torch
 from PIL import Image
 
 import hpctrain as hp
+from tests.data import test_formats as formats
 from tests.support.api import command_line
 from tests.support.external import read, write
-from tests.support.odd_files import COLOUR, GRAY_ALPHA, png16, saved, tiff, tiff_page
+from tests.support.odd_files import saved, tiff, tiff_page
 from tests.support.pictures import encode, picture
 
 QUICK = {"epochs": 1, "lr": 0.5, "threads": 1, "progress": "none"}
@@ -97,7 +97,7 @@ def keyed(mode, kind, value, **options):
 
 
 def odd_files():
-    """(name, bytes) of 60 files that pack can read."""
+    """(name, bytes) of 130 files that pack can read."""
     modes = {"PNG": ("1", "L", "P", "RGB"), "TIFF": ("1", "L", "P", "RGB", "CMYK")}
     modes |= {"BMP": ("1", "L", "P", "RGB"), "JPEG": ("L", "RGB", "CMYK"), "GIF": ("L", "P", "RGB")}
     modes |= {"WEBP": ("L", "RGB"), "JPEG2000": ("L", "RGB"), "PPM": ("1", "L", "RGB")}
@@ -131,27 +131,20 @@ def odd_files():
     yield "of another kind.png", saved(scene(number=8), "JPEG")
     yield "UPPER.JPG", saved(scene(number=9), "JPEG")
     yield "æ€ 'x'.png", saved(scene(number=10), "PNG")
-    yield "white is 0.tif", tiff(tiff_page(65535 - deep(), 0))
-    yield "gray with alpha.png", png16(np.stack([deep(), deep()[::-1]], 2), GRAY_ALPHA)
-    yield "deep colour.png", png16(np.stack([deep(), deep()[::-1], deep() // 2], 2), COLOUR)
-    yield "deep colour.tif", tiff(tiff_page(np.stack([deep()] * 3, 2), 2))
-    yield "premultiplied.tif", tiff(tiff_page(np.stack([deep(255)] * 2, 2).astype("u1"), 1, t338=1))
-    yield "infrared.tif", tiff(tiff_page(np.asarray(transparent("RGBA")), 2, t338=0))
-    yield "moving.gif", saved(scene(), "GIF", save_all=True, append_images=[scene(number=3)])
-    yield "moving.webp", saved(scene(), "WEBP", save_all=True, append_images=[scene(number=3)])
-    yield "preview.mpo", saved(scene(), "MPO", save_all=True, append_images=[scene(number=3)])
+    for number in range(2, 9):
+        yield f"turned{number}.tif", tiff(tiff_page(formats.DEEP, t274=number))
+    for name, (data, _) in (formats.TRANSPARENT | formats.SAME | formats.CHANGED).items():
+        yield f"of {name}", data
+    for name, data in (formats.DEPTHS | formats.COLOURS).items():
+        yield f"deep {name}", data
 
 
 def damaged_files():
     """(name, bytes) of files that nothing can read."""
-    whole = saved(scene(), "PNG")
-    yield "empty.png", b""
-    yield "page.jpg", b"<html>403</html>"
-    yield "half.png", whole[: len(whole) // 2]
-    yield "half.jpg", saved(scene(), "JPEG")[:300]
     yield "floats.tif", saved(Image.fromarray(deep() / np.float32(9)), "TIFF")
     yield "32 bits.tif", saved(Image.fromarray(deep().astype(np.int32) - 5), "TIFF")
-    yield "signature.png", whole[:8]
+    for name, (data, _) in (formats.DAMAGED | formats.REFUSED).items():
+        yield f"no {name}", data
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +155,20 @@ def photos(tmp_path_factory):
         (folder / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
         (folder / "ab"[number % 2] / name).write_bytes(data)
     return folder
+
+
+OTHERWISE = {  # what Pillow itself reads otherwise, once opened: turned TIFF, small values of tRNS
+    *("turned.tif", "turned5.tif", "turned6.tif", "turned7.tif", "turned8.tif"),
+    *("of orientation 6, 16 bits", "of 2 bits", "of 4 bits", "of 16 bits, colour"),
+    "of thumbnail before",  # is its first page
+}
+
+
+def open_image(path):
+    """A file as a program opens it that knows Pillow."""
+    with Image.open(path) as image:
+        image.load()
+    return image
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -185,7 +192,7 @@ def test_files_have_one_answer(photos, tmp_path, capfd, channels, crop, backgrou
     code, of_files = predict(run, photos)
     assert code == 1  # for those that cannot be read
     said = capfd.readouterr().err
-    assert f"of {len(names) + 7} images: 7 reduced to 8 bits per channel, 8" in said
+    assert "reduced to 8 bits per channel" in said
     assert f"with transparency, laid over {background}" in said
     of_files = {os.path.relpath(name, photos): answer for name, answer in of_files.items()}
     assert of_files.keys() == packed.keys()
@@ -204,9 +211,11 @@ def test_files_have_one_answer(photos, tmp_path, capfd, channels, crop, backgrou
     exported = export(run)(pixels)
     inputs = network.preprocess([photos / name for name in rows])
     assert torch.equal(inputs, network.preprocess(pixels)), "files give the pixels of the pack"
-    images = [Image.open(io.BytesIO((photos / name).read_bytes())) for name in rows]
+    same = [name for name in rows if os.path.basename(name) not in OTHERWISE]
+    images = network.preprocess([open_image(photos / name) for name in same])
     # A large JPEG file is decoded at a smaller scale.
-    assert torch.allclose(inputs, network.preprocess(images), rtol=0, atol=1.01 / 255)
+    files = network.preprocess([photos / name for name in same])
+    assert torch.allclose(files, images, rtol=0, atol=1.01 / 255)
     for name, answer in zip(rows, exported, strict=True):
         for other in (of_files[name], loaded[name], answer):
             assert np.allclose(other, packed[name], atol=2e-6), name
@@ -281,12 +290,10 @@ def forms(stored, divisor, folder):
 def test_pictures_of_hdf5_files_have_one_answer(tmp_path, case):
     """What has no certain meaning is refused in one line that names the training's values."""
     stored, max_value, divisor, taken = NETWORKS[case]
-    path = write(tmp_path / "a.h5", stored, LABELS)
-    more = {} if max_value is None else {"max_value": max_value}
-    run = train(tmp_path, path, images="x", labels="y", split="0.5,0.5", batch_size=10, **more)
+    network = train_on(tmp_path, stored, max_value=max_value)
+    run = network.path.parent
     rows = predict(run)[1]
     chosen = [int(name.removeprefix("/x[").removesuffix("]")) for name in rows]
-    network = hp.load(run, trust_code=True)
     expected = np.stack([*rows.values()])
     values = stored[chosen].astype("f4") * np.float32(1 / divisor)
     most = np.abs(values).max()
@@ -306,6 +313,49 @@ def test_pictures_of_hdf5_files_have_one_answer(tmp_path, case):
     assert all("give" in text for text in refused.values())
 
 
+def train_on(folder, stored, **settings):
+    """A network trained on these images in an HDF5 file."""
+    path = write(folder / "a.h5", stored, LABELS)
+    how = {"images": "x", "labels": "y", "split": "0.5,0.5", "batch_size": 10}
+    return hp.load(train(folder, path, **how, **settings), trust_code=True)
+
+
+def test_16_bit_files_of_any_kind_keep_their_values(tmp_path):
+    """Of colour, Pillow keeps 8 bits: refused, as are 16 bits in which 8 would leave little."""
+    size = len(LABELS), formats.HEIGHT, formats.WIDTH
+    stored = np.random.default_rng(0).integers(0, 65536, size, np.uint16)
+    network = train_on(tmp_path, stored)
+    for name, data in (formats.DEPTHS | formats.COLOURS).items():
+        (tmp_path / "deep").write_bytes(data)
+        if name in formats.COLOURS:
+            with pytest.raises(hp.RunError, match="upper 8 of several channels: give an array"):
+                network.preprocess(tmp_path / "deep")
+        else:
+            found = network.preprocess(tmp_path / "deep")[0, 0].numpy() * 65535
+            assert np.abs(found - formats.DEEP).max() < 17, name  # the last 4 bits of 12
+    gray = Image.fromarray(X[0].astype("u2") * 16)
+    gray.save(tmp_path / "dark.png")
+    (tmp_path / "bytes").mkdir()
+    of_bytes = train_on(tmp_path / "bytes", X.astype("u1"))
+    for given in (gray, tmp_path / "dark.png"):
+        with pytest.raises(hp.RunError, match="4,080 of 65,535; as 8 bits, 16 gray levels"):
+            of_bytes.predict(given)
+    assert of_bytes.preprocess(Image.fromarray(np.zeros((9, 9), "u2"))).max() == 0
+
+
+@pytest.mark.parametrize("case", ["12 bits", "raw floats"])
+def test_values_far_below_those_of_the_training_are_said(tmp_path, capfd, case):
+    """A picture may be dark; or its values are divided by something."""
+    stored, max_value, _, _ = NETWORKS[case]
+    network = train_on(tmp_path, stored, max_value=max_value)
+    kind = stored.dtype.name
+    for divisor, said in ((1, ""), (3, ""), (17, f"is {stored.max() // 17:g}; the training was")):
+        capfd.readouterr()
+        network.predict(stored // divisor)
+        noted = capfd.readouterr().err
+        assert (said and kind) in noted and said in noted and bool(noted) == bool(said)
+
+
 OTHERS = {  # of a network, what other files are: divided by this, or what the refusal names
     "bytes": {"pack": 255, "bytes": 255, "floats": 1, "16 bits": "uint16", "raw floats": "255"},
     "16 bits": {"pack": 255, "bytes": 255, "16 bits": 65535, "floats": 1, "raw floats": "255"},
@@ -322,11 +372,9 @@ OTHERS = {  # of a network, what other files are: divided by this, or what the r
 def test_other_files_are_evaluated_in_the_scale_of_the_training(tmp_path, case):
     """The loss is that of the network of torch on these values, or the file is refused."""
     stored, max_value, _, _ = NETWORKS[case]
-    more = {} if max_value is None else {"max_value": max_value}
-    how = {"images": "x", "labels": "y", "split": "0.5,0.5", "batch_size": 10}
-    run = train(tmp_path, write(tmp_path / "a.h5", stored, LABELS), **how, **more)
+    network = train_on(tmp_path, stored, max_value=max_value)
+    run = network.path.parent
     hp.write_pack(tmp_path / "pack.h5", {"train": (X.astype("u1"), LABELS)}, "01")
-    model = hp.load(run, trust_code=True).model
     for other, outcome in OTHERS[case].items():
         path, images = tmp_path / "pack.h5", X.astype("u1")
         if other != "pack":
@@ -339,7 +387,7 @@ def test_other_files_are_evaluated_in_the_scale_of_the_training(tmp_path, case):
             assert path.name in str(caught.value) and "\n" not in str(caught.value)
             continue
         found = hp.evaluate(run, **given)
-        scores = model(torch.from_numpy((images / outcome).astype("f4"))[:, None])
+        scores = network.model(torch.from_numpy((images / outcome).astype("f4"))[:, None])
         losses = torch.nn.functional.cross_entropy(
             scores, torch.from_numpy(LABELS), reduction="none"
         )
