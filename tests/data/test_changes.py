@@ -58,14 +58,14 @@ CHANGED = {
     },
     "a palette, CMYK or YCbCr colours": {
         "ink.jpg": (saved(PICTURE.convert("CMYK"), "JPEG"), "converted to RGB"),
-        "video.tif": (tiff(tiff_page(PIXELS, 6, t530=[1, 1])), "converted to RGB"),
+        "ink.tif": (saved(PICTURE.convert("CMYK"), "TIFF"), "converted to RGB"),
     },
     "a colour profile or gamma": {
         "alien.png": (saved(PICTURE, "PNG", icc_profile=ALIEN), "not applied"),
     },
     "several frames or images": {
         "moving.gif": (saved(PICTURE, "GIF", **FRAMES), "in all"),
-        "preview.jpg": (saved(PICTURE, "MPO", **FRAMES), "first is kept"),
+        "moving.webp": (saved(PICTURE, "WEBP", **FRAMES), "first is kept"),
     },
 }
 REFUSED = {
