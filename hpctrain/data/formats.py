@@ -367,6 +367,11 @@ def has_white_at_zero(image: Image.Image) -> bool:
     return tiff_tags(image).get(Tag.PhotometricInterpretation) == WHITE_IS_ZERO
 
 
+def gray_bits(image: Image.Image) -> int:
+    """Return how many bits the values of a gray image of more than 8 have: 16, or 12 of a TIFF."""
+    return min(16, *tiff_tags(image).get(Tag.BitsPerSample, (16,)))
+
+
 def has_foreign_profile(image: Image.Image, data: bytes) -> bool:
     """Whether a file states a colour profile, or a gamma, that is not that of sRGB."""
     profile = image.info.get("icc_profile")

@@ -39,6 +39,7 @@ from hpctrain.data.formats import (
     Box,
     count_frames,
     draft,
+    gray_bits,
     has_foreign_profile,
     has_further_channels,
     has_white_at_zero,
@@ -400,7 +401,9 @@ def _gray_or_rgb(image: Image.Image, background: Background, changes: Changes) -
         raise BadImage("floating-point pixels: convert them to 8 or 16 bits")
     if image.mode.startswith("I"):  # value / 257, rounded, so that 65535 becomes 255
         changes.kinds |= Change.SIXTEEN_BITS
-        values = (_gray_values(image, background, changes) + 128) // 257
+        white = 2 ** gray_bits(image) - 1
+        values = (255 * _gray_values(image, background, changes) + white // 2) // white
+        changes.largest = changes.largest * 65535 // white
         return Image.fromarray(values.astype(np.uint8))
     if image.mode in ("CMYK", "YCbCr"):
         changes.kinds |= Change.COLOUR_SPACE

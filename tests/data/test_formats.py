@@ -18,6 +18,7 @@ from tests.support.odd_files import (
     png16,
     saved,
     tiff,
+    tiff_of_12_bits,
     tiff_page,
 )
 from tests.support.pictures import encode, picture
@@ -160,6 +161,7 @@ DEPTHS = {
     "16-bit jpeg 2000": saved(Image.fromarray(DEEP), "JPEG2000"),
     "16-bit pgm": b"P5 13 11 65535\n" + DEEP.astype(">u2").tobytes(),
     "12-bit pgm": b"P5 13 11 4095\n" + (DEEP // 16).astype(">u2").tobytes(),
+    "12-bit tiff": tiff_of_12_bits(DEEP // 16),
     "32-bit tiff": tiff(tiff_page(DEEP.astype(np.uint32))),
 }
 

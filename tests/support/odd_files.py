@@ -96,3 +96,18 @@ def tiff(*pages: dict, order: str = "<") -> bytes:
         link = len(out)
         out += bytes(4)
     return bytes(out)
+
+
+def tiff_of_12_bits(values: np.ndarray) -> bytes:
+    """An uncompressed TIFF file of (H, W) values below 4,096, two of which are three bytes."""
+    rows = []
+    for row in values.astype(int).tolist():
+        bits = "".join(f"{value:012b}" for value in row)
+        bits += "0" * (-len(bits) % 8)
+        rows.append(int(bits, 2).to_bytes(len(bits) // 8))
+    packed = np.array([[*row] for row in rows], np.uint8)
+    file = bytearray(tiff(tiff_page(packed)))
+    for tag, value in ((256, values.shape[1]), (258, 12)):
+        place = file.index(struct.pack("<HH", tag, 4 if tag == 256 else 3))
+        file[place + 8 : place + 12] = struct.pack("<I", value)
+    return bytes(file)
