@@ -384,7 +384,8 @@ def write_images(
     ]
     crc32, sizes = np.zeros(count, np.uint32), np.zeros(count, np.int64)
     sums = np.zeros((2, fit.channels), np.uint64)  # of train
-    bad, writer = dict[int, str](), None
+    bad: dict[int, str] = {}
+    writer = None
     changed = Changed(np.zeros(count, np.uint32))
 
     def tasks(*how: Any) -> Iterator[tuple[Any, ...]]:
@@ -428,7 +429,9 @@ class Changed:
     def __init__(self, kinds: np.ndarray) -> None:
         """Take the zeros (N,) uint32 to which the kinds of `Change` are added."""
         self.kinds = kinds
-        self.deepest, self.brightest, self.frames = 0, 0, 0
+        self.deepest = 0  # largest value of more than 8 bits, in [0, 65535]
+        self.brightest = 0  # largest value of the decoded pixels
+        self.frames = 0  # of the files that hold several
 
     def add(self, part: slice, done: workers.Decoded) -> None:
         """Add what was changed in a part of the images."""

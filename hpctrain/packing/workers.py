@@ -86,10 +86,13 @@ def decode_images(
         changes.add(encoded)
         return file, image, changes
 
-    size, bad = fit.width * fit.height * fit.channels, list[tuple[int, str]]()
-    crc32, sizes = np.zeros(len(slices), np.uint32), np.zeros(len(slices), np.int64)
+    size = fit.width * fit.height * fit.channels
+    bad: list[tuple[int, str]] = []
+    crc32 = np.zeros(len(slices), np.uint32)
+    sizes = np.zeros(len(slices), np.int64)
     kinds = np.zeros(len(slices), np.uint32)
-    deepest, frames = 0, 0
+    deepest = 0
+    frames = 0
     pixels = memoryview(bytearray(size * len(slices)))
     for row, made in enumerate(read_files(slices, convert)):
         if isinstance(made, BadImage):
@@ -97,7 +100,8 @@ def decode_images(
             continue
         file, image, changes = made
         pixels[row * size : (row + 1) * size] = image
-        crc32[row], sizes[row] = checksum(image if path else file, labels[row]), len(file)
+        crc32[row] = checksum(image if path else file, labels[row])
+        sizes[row] = len(file)
         kinds[row] = changes.kinds
         deepest = max(deepest, changes.largest)
         frames += changes.frames

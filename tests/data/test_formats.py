@@ -311,6 +311,7 @@ DAMAGED = {
     "jpeg: no end": (JPEG[:-2], "no end"),
     "jpeg: half": (JPEG[: len(JPEG) // 2], "no end"),
     "jpeg: zeros": (JPEG[:MIDDLE] + bytes(len(JPEG) - MIDDLE - 2) + JPEG[-2:], "damaged|truncated"),
+    "jpeg: too short": (JPEG[:MIDDLE] + JPEG[-2:], "damaged"),
     "jpeg: noise": (JPEG[:MIDDLE] + NOISE[MIDDLE:-2] + JPEG[-2:], "damaged|truncated"),
     "jpeg: a part lost": (JPEG[:MIDDLE] + JPEG[MIDDLE + 99 :], "damaged|truncated"),
     "jpeg: a part twice": (JPEG[:MIDDLE] + JPEG[MIDDLE - 99 :], "damaged|truncated"),
