@@ -6,7 +6,6 @@ import tomllib
 from functools import partial
 
 import pytest
-import torch
 from torch import nn
 
 from tests.support import nets
@@ -26,7 +25,7 @@ def settings(tmp_path):
 def has_avx2_only_on(*ranks):
     def pretend(patch):
         found = "AVX2" if cluster.launched_rank() in ranks else "AVX512"
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: found)
+        patch.setattr("torch.backends.cpu.get_cpu_capability", lambda: found)
 
     return pretend
 
