@@ -43,6 +43,23 @@ def test_a_thread_that_has_another_device_is_reported_once_for_each_call():
     ]
 
 
+CURRENT = """
+import emulated_gpu, torch
+import hpctrain as hp
+from tests.support.source import Source
+torch.cuda.set_device(1)
+order, options = hp.Order(hp.cut_epoch(101, 16, 3)), hp.ReadOptions(device="cuda")
+loader = hp.Loader(Source(), order, [0, 1], hp.make_prepare("cuda"), options=options)
+assert {batch.images.device.index for step in loader.epoch(0) for batch in step} == {1}
+assert emulated_gpu.contexts() == [1] and emulated_gpu.counts()["other_device"] == 0
+"""
+
+
+def test_a_loader_for_cuda_uses_the_current_gpu_of_who_made_it():
+    done = run([sys.executable, "-c", CURRENT], 100, TWO, ROOT)
+    assert done.returncode == 0 and REPORT not in done.stderr, done.stdout + done.stderr
+
+
 RANK = """
 import os, sys, threading, emulated_gpu
 import hpctrain as hp
