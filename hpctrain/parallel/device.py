@@ -359,7 +359,9 @@ MORE_SHARDS = (
     " images"
 )
 REFUSAL = "does not have a deterministic implementation"  # torch's words
-OF_DEVICE = re.compile("(CUDA|HIP) error|(CUDNN|CUBLAS|MIOPEN|HIPBLAS)_STATUS|miopenStatus")
+OF_DEVICE = re.compile(  # of torch, and of CuPy (cudaErrorAssert: ...)
+    "(CUDA|HIP) error|(cuda|hip)Error|(CUDNN|CUBLAS|MIOPEN|HIPBLAS)_STATUS|miopenStatus"
+)
 
 
 @functools.cache
@@ -406,7 +408,7 @@ def explain_errors(refused: type[Failure], advice: str = MORE_SHARDS) -> Iterato
         if isinstance(error, MemoryError) or NO_MEMORY.search(text):
             needed = re.split("(?<= free)[.]", line)[0]  # then torch describes its allocator
             raise RunError(f"out of memory ({brief(needed)}): {advice}") from error
-        if isinstance(error, torch.AcceleratorError):
+        if OF_DEVICE.search(text):
             which = "CUDA_LAUNCH_BLOCKING=1 in the environment shows which"
             raise DeviceFailure(
                 f"a GPU or a kernel on it failed ({brief(line)}): {which}"

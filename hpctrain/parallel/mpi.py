@@ -246,14 +246,13 @@ def comm_of_host(comm: Comm) -> Comm:
 def conclude(error: BaseException) -> int:
     """Return the exit code of a parallel subcommand that raised this error, or abort all ranks."""
     world, code = MPI.COMM_WORLD, 1
+    device_failed = isinstance(error, DeviceFailure)
     text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, Failure):
         code, text = error.exit_code, str(error)
-        if error.agreed or world.size == 1:
+        if not device_failed and (error.agreed or world.size == 1):
             if world.rank == 0 and (launched_rank() == 0 or launched_size() is None):
                 print(f"hpctrain: {text}", file=sys.stderr, flush=True)
-            if isinstance(error, DeviceFailure):  # at its end Python frees tensors: torch aborts
-                end_without_cleanup(code)
             return code
         if isinstance(error, OwnCodeError) and world.rank:
             time.sleep(1.0)  # if rank 0 fails alike, its line is the only one
@@ -269,15 +268,9 @@ def conclude(error: BaseException) -> int:
     sys.stderr.flush()
     if world.size > 1:
         world.Abort(code)
+    if device_failed:  # at its end Python would free tensors, and torch abort
+        os._exit(code)
     return code
-
-
-def end_without_cleanup(code: int) -> None:
-    """End this process, and all others of a launch, without the destructors of Python."""
-    sys.stdout.flush()
-    if MPI.COMM_WORLD.size > 1:
-        MPI.COMM_WORLD.Abort(code)
-    os._exit(code)
 
 
 def end_mpi() -> None:

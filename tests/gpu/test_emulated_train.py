@@ -110,4 +110,4 @@ def test_a_kernel_that_fails_is_one_line(folder):
     done = launch([*words, "--device", "cuda", "--batch-size", "8"], timeout=200)
     line = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "a GPU or a kernel on it failed (CUDA error: device-side assert triggered)" in line
+    assert "a GPU or a kernel on it failed (CUDA error" in line
