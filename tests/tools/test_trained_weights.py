@@ -34,6 +34,7 @@ def test_a_network_that_a_file_names_is_imported_with_trust_code_only(
         Path("own_network.py").write_text(OWN)
         make_pack(Path("pack.h5"), {"train": 29, "test": 7})
     comm.Barrier()
+    sys.modules.pop("own_network", None)  # of an earlier test on this rank
     words = ["train", "--data", "pack.h5", "--run", "a", "--epochs", "1", *TRAIN]
     assert command_line([*words, "--model", "own_network:net"]) == 0
     comm.Barrier()
