@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import os
 import socket
 import sys
 import time
@@ -126,6 +127,10 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         raise UsageError(f"{name} needs one process: call it without {launcher}")
     if command.processes == RANKS:
         require_mpi_launcher()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was removed: change to one that exists") from None
     return name, config.parse_settings(name, command.summary, command.settings, words)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -26,7 +25,7 @@ from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import NETWORK_FILE, find_folder
 from hpctrain.report.history import History
 from hpctrain.report.record import Record, fields_marked, read_records
-from hpctrain.text import brief, say
+from hpctrain.text import brief, parse_json, say
 from hpctrain.training.checkpoint import newest
 
 Tensors = dict[str, torch.Tensor]
@@ -135,8 +134,8 @@ def _settings(folders: list[Path]) -> Iterator[str]:
         try:
             settings = Config().table() | tomllib.loads(path.read_text("utf-8"))
             path = folder / "plan.json"
-            both.append(settings | dataclasses.asdict(read_plan(json.loads(path.read_bytes()))))
-        except (OSError, ValueError) as error:
+            both.append(settings | dataclasses.asdict(read_plan(parse_json(path.read_bytes()))))
+        except (OSError, ValueError, RecursionError) as error:
             yield f"settings: {path} is corrupt: {error}"
             return
     a, b = both

@@ -7,6 +7,7 @@ A name may contain any character. All names that are printed pass through this m
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -107,6 +108,14 @@ def check_output() -> None:
     """Raise an OSError if standard output could not be written."""
     if error := output_error():
         raise error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON, also of others. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def discard(file: TextIO) -> None:

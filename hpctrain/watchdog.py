@@ -41,7 +41,7 @@ from typing import Any
 
 from hpctrain.cluster import end_with_parent, launched_local_rank, local_size, under_mpirun
 from hpctrain.errors import UsageError
-from hpctrain.text import listed, ranges, say
+from hpctrain.text import listed, parse_json, ranges, say
 
 HEARTBEATS = "ranks"  # in the folder of a run
 HANG = "hang"  # in that folder: a hang was found and all ranks exit
@@ -77,7 +77,7 @@ def read_beat(path: Path) -> Beat | None:
     """Read a heartbeat file; return None if it holds no valid heartbeat."""
     try:
         with open(path, "rb") as file:
-            beat = Beat(**json.loads(file.read()))
+            beat = Beat(**parse_json(file.read()))
             return replace(beat, time=os.fstat(file.fileno()).st_mtime)
     except (OSError, ValueError, TypeError):
         return None

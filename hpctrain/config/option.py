@@ -206,7 +206,7 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise UsageError(f"{flag}{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # neither UTF-8 nor TOML
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML, or too deep
         raise UsageError(f"{path} is no TOML: {error}") from error
 
 

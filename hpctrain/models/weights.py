@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
-from hpctrain.text import listed
+from hpctrain.text import listed, parse_json
 
 ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
 ORDER = "tensors"  # key in the JSON object: names, in the order in which they were written
@@ -100,7 +100,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
             tensors = {name: opened.get_tensor(name).clone() for name in sorted(opened.keys())}
             entries = opened.metadata() or {}
         text = entries.get(ENTRY, "{}")
-        metadata: dict[str, Any] = json.loads(text)
+        metadata: dict[str, Any] = parse_json(text)
     except (SafetensorError, ValueError) as error:
         raise CorruptFile(
             f"{path} is no safetensors file, or was cut short ({size:,} bytes): {error}"

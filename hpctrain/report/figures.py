@@ -13,7 +13,7 @@ Figures need matplotlib, an optional package.
 from __future__ import annotations
 
 import importlib.util
-import json
+import itertools
 import shlex
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,7 +28,8 @@ from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
-from hpctrain.text import brief, say, short_number
+from hpctrain.report.record import is_count
+from hpctrain.text import brief, parse_json, say, short_number
 
 BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -208,10 +209,12 @@ def read_confusion(name: str, folder: Path, split: str) -> ConfusionMatrix:
     """
     path = evaluation_file(folder, split)
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
         classes, counts = found["classes"], found["confusion"]
+        if not isinstance(classes, list) or not all(isinstance(each, str) for each in classes):
+            raise ValueError("its classes are no texts")
         if counts is not None:
-            return name, classes, np.array(counts, np.int64).reshape(len(classes), len(classes))
+            return name, classes, _table_of_counts(counts, len(classes))
     except (OSError, ValueError, KeyError, TypeError) as error:
         command = f"hpctrain evaluate {shlex.quote(str(folder))} --split {split}"
         raise UsageError(
@@ -220,6 +223,14 @@ def read_confusion(name: str, folder: Path, split: str) -> ConfusionMatrix:
         ) from error
     why = f"it has {len(classes):,} classes" if len(classes) > 1 else "it restores images"
     raise UsageError(f"{name} has no confusion matrix: {why}")
+
+
+def _table_of_counts(rows: Any, classes: int) -> np.ndarray:
+    """Return a confusion matrix, as JSON gives it, as (K, K) int64. Raises ValueError."""
+    is_square = classes > 0 and [len(row) for row in rows] == [classes] * classes
+    if not is_square or not all(map(is_count, itertools.chain(*rows))):
+        raise ValueError(f"its confusion matrix is no table of {classes} x {classes} counts")
+    return np.array(rows, np.int64)
 
 
 def plot_confusion(networks: Sequence[ConfusionMatrix], split: str) -> Any:
@@ -246,7 +257,7 @@ def plot_confusion(networks: Sequence[ConfusionMatrix], split: str) -> Any:
             axes.set_yticks(range(len(labels)), labels)
             axes.tick_params(labelsize=8 if len(classes) <= NUMBERED else 6)
         axes.set(xlabel="predicted class", ylabel="true class")
-        right, total = 100 * np.trace(counts) / max(counts.sum(), 1), counts.sum()
+        right, total = 100.0 * np.trace(counts) / max(counts.sum(), 1), counts.sum()
         axes.set_title(f"{_label(name, 40)}\n{split}: {right:.2f} % of {total:,}")
     place = {"ax": figure.axes, "location": "bottom", "shrink": 0.6, "aspect": 30}
     figure.colorbar(image, label="share of the true class (%)", **place)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import math
 import os
 import shutil
@@ -33,7 +32,7 @@ from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import History, Outcome
 from hpctrain.report.record import Recorder, truncate_record
-from hpctrain.text import counted, ranges
+from hpctrain.text import counted, parse_json, ranges
 from hpctrain.training.checkpoint import Checkpoint, find_best, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.optimizer import learning_rate
@@ -291,14 +290,14 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     try:
         config = from_table(tomllib.loads(path.read_text("utf-8")), Config())
         path = folder / "plan.json"
-        return config, read_plan(json.loads(path.read_bytes()))
+        return config, read_plan(parse_json(path.read_bytes()))
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} exists but is no run to continue, it has no {path.name}: choose another name"
             f" with --run. If {path.name} was removed, the same command on as many ranks writes it"
             " anew in the folder of that name: copy it back"
         ) from error
-    except (OSError, ValueError, UsageError) as error:
+    except (OSError, ValueError, RecursionError, UsageError) as error:
         raise UsageError(
             f"{folder} cannot be continued, its {path.name} is corrupt ({error}): choose another"
             " name with --run"

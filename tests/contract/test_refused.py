@@ -188,6 +188,7 @@ TOML = {
 
 SWEEPS = {
     "": "grid variant",
+    "a = " + "[" * 10_000: "sweep.toml TOML",
     "[grid]": "grid",
     "[grid]\nlr = []": "lr []",
     "[grid]\nlr = 0.1": "lr 0.1",

@@ -268,6 +268,8 @@ def test_settings_that_do_not_change_the_results_are_free(begun, tmp_path):
     [
         ("plan.json", lambda text: "{}", "plan.json is corrupt"),
         ("plan.json", lambda text: "[", "plan.json is corrupt"),
+        ("plan.json", lambda text: "[" * 100_000, "plan.json is corrupt (nested too deeply)"),
+        ("config.toml", lambda text: "a = " + "[" * 10_000, "config.toml is corrupt"),
         ("plan.json", lambda text: text.replace('"epochs": 2', '"epochs": "x"'), "its digest is"),
         ("plan.json", lambda text: text.replace('"rows": 101', '"rows": 103'), "its digest is"),
         ("config.toml", lambda text: text.replace("epochs = 2", 'epochs = "x"'), "--epochs x"),

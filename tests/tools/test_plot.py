@@ -225,6 +225,22 @@ def test_what_cannot_be_drawn_is_one_line_and_writes_nothing(runs, words, named)
     assert not list(runs.parent.rglob("*.png"))
 
 
+NO_COUNTS = ["[[0.5, 1], [1, 1]]", "[[-1, 0], [0, 1]]", "[[NaN, 0], [0, 1]]", "[[1], [2, 3]]"]
+NO_COUNTS += ["[[true, 0], [0, 1]]", f"[[{2**63}, 0], [0, 1]]", '"1234"', "3", "[]", "[3, 4]"]
+NO_FIGURES = [f'{{"classes": ["x", "y"], "confusion": {counts}}}' for counts in NO_COUNTS]
+NO_FIGURES += [f'{{"classes": {k}, "confusion": null}}' for k in ("3", '"xy"', "[1, 2]", "null")]
+NO_FIGURES += ["", "[]", "null", "[" * 100_000, '{"classes": [], "confusion": []}']
+
+
+def test_a_confusion_matrix_that_was_edited_is_refused_by_name(runs):
+    make_trained(runs / "a")
+    for text in NO_FIGURES:
+        (runs / "a/evaluation-test.json").write_text(text)
+        done = alone("plot", "a", "--confusion")
+        assert (done.code, done.err.count("\n")) == (2, 1), text[:50]
+        assert "a has no confusion matrix of the split test (" in done.err
+
+
 def test_without_the_package_one_line_says_what_to_install(runs, monkeypatch):
     make_trained(runs / "a")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

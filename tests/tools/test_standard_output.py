@@ -41,6 +41,12 @@ def test_errors_that_are_lost_change_nothing(shell):
         assert shell(f"$h stop gone 2>{target}") == (2, "", "")
 
 
+def test_a_current_folder_that_was_removed_is_one_line(shell):
+    line = "mkdir gone; cd gone; rmdir ../gone; $h watch a --once"
+    removed = "hpctrain: the current folder was removed: change to one that exists\n"
+    assert shell(line) == (2, "", removed)
+
+
 def test_a_page_whose_address_is_lost_is_not_served(shell):
     assert shell("$h watch a --web >/dev/full") == (1, "", FULL)
 
