@@ -41,7 +41,7 @@ ARRAYS = "write its values into an HDF5 file"
 FETCH = "fetch the image itself"
 FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "HEIC", CONVERT),
-    (rb".{4}ftypavi[fs]", "AVIF that this Pillow does not read", CONVERT),
+    (rb".{4}ftypavi[fs]", "a damaged AVIF, or one that Pillow does not read", CONVERT),
     (rb"\xff\x0a|\0\0\0\x0cJXL ", "JPEG XL", CONVERT),
     (rb".{4}ftypcrx |II\*\0.{4}CR|FUJIFILMCCD-RAW|II(RO|RS|U\0)|MMOR|FOVb", "camera raw", DEVELOP),
     (rb".{4}ftyp|.{4}moov|RIFF.{4}AVI |\x1aE\xdf\xa3|\0\0\x01[\xb3\xba]|FLV", "video", EXTRACT),
@@ -184,10 +184,8 @@ def load_jpeg(image: ImageFile, data: bytes, reach: int) -> ImageFile:
     header = image.fp.tell() if image.fp else 0  # which Pillow has read
     at = max(2, data.rfind(START_OF_SCAN, 0, header))
     is_sequential = "progressive" not in image.info and ARITHMETIC_CODING not in data[:at]
-    tried = -1
     if image.format == "JPEG" and is_sequential and data.endswith(END_OF_IMAGE):
-        tried = len(data) - len(END_OF_IMAGE)
-        if is_decoded_from(image, ScanFile(data, tried)):
+        if is_decoded_from(image, ScanFile(data, len(data) - len(END_OF_IMAGE))):
             return image
         image = Image.open(io.BytesIO(data), formats=("JPEG",))
         draft(image, reach)
@@ -196,7 +194,7 @@ def load_jpeg(image: ImageFile, data: bytes, reach: int) -> ImageFile:
         check_progression(data, scans, len(image.getbands()))
     if len(scans) != 1 or not is_sequential:
         image.load()
-    elif end == tried or not is_decoded_from(image, ScanFile(data, end)):
+    elif not is_decoded_from(image, ScanFile(data, end)):
         raise ValueError("damaged: the JPEG's compressed data do not end with the image")
     return image
 
@@ -395,4 +393,7 @@ def count_frames(image: Image.Image) -> int:
     """Return the number of frames or pages of an opened image."""
     if image.format == "TIFF" and not tiff_tags(image).next:  # type: ignore[attr-defined]
         return 1  # without reading its only page again
-    return getattr(image, "n_frames", 1)
+    try:
+        return getattr(image, "n_frames", 1)
+    except Exception as error:  # of many types
+        raise ValueError("damaged: the frames of the file cannot be counted") from error

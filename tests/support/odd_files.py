@@ -42,8 +42,8 @@ def png16(values: np.ndarray, colour: int, **chunks: bytes) -> bytes:
 def tiff_page(pixels: np.ndarray, photometric: int = 1, **tags: object) -> dict:
     """A page of `tiff`: (H, W) or (H, W, C) pixels of any type.
 
-    The tags are those of TIFF 6.0 by number: ``t254=1``. With ``planar=True``, each channel is
-    stored as a plane of its own.
+    Further tags, or others, are those of TIFF 6.0 by number: ``t254=1``. With ``planar=True``, each
+    channel is stored as a plane of its own.
     """
     return {"pixels": pixels, "photometric": photometric, **tags}
 
@@ -106,8 +106,11 @@ def tiff_of_12_bits(values: np.ndarray) -> bytes:
         bits += "0" * (-len(bits) % 8)
         rows.append(int(bits, 2).to_bytes(len(bits) // 8))
     packed = np.array([[*row] for row in rows], np.uint8)
-    file = bytearray(tiff(tiff_page(packed)))
-    for tag, value in ((256, values.shape[1]), (258, 12)):
-        place = file.index(struct.pack("<HH", tag, 4 if tag == 256 else 3))
-        file[place + 8 : place + 12] = struct.pack("<I", value)
-    return bytes(file)
+    return tiff(tiff_page(packed, t256=values.shape[1], t258=12))
+
+
+def deflated_tiff(pixels: np.ndarray, stream: bytes) -> bytes:
+    """A TIFF file of (H, W) uint8 pixels, whose only strip is this zlib stream."""
+    height, width = pixels.shape
+    tags = {"t256": width, "t257": height, "t259": 8, "t278": height}
+    return tiff(tiff_page(np.frombuffer(stream, np.uint8)[None], **tags))
