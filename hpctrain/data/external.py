@@ -237,7 +237,8 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
             layout, own = choose_layout(data, layout), os.fsdecode(data.file.filename)
             stored, labels[split] = locate(data, sizes), read_labels(of, len(data))
             found[split] = SplitInfo(os.path.abspath(own), len(data), stored, labels[split])
-            if unused := [attribute for attribute in CONVENTIONS if attribute in data.attrs]:
+            unused = [attribute for attribute in CONVENTIONS if attribute in data.attrs]
+            if unused:
                 notes.append(f"{listed(unused)} of {data.name} are not applied")
     first = next(iter(found))
     path, images, values = found[first].path, found[first].images, np.unique(labels[first])
@@ -362,7 +363,8 @@ def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
     if h5py.check_string_dtype(data.dtype):
         return read_names(data, samples)
     values = data[...]
-    if names_of := h5py.check_enum_dtype(data.dtype):
+    names_of = h5py.check_enum_dtype(data.dtype)
+    if names_of:
         by_value = {value: name for name, value in names_of.items()}
         texts = [by_value.get(value, str(value)) for value in values.reshape(-1).tolist()]
         return one_each(np.array(texts), name, samples)
@@ -387,7 +389,8 @@ def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
     """Read labels that are strings, (N,); strings of whole numbers as int64. Raises Unusable."""
     name, texts = f"the labels {data.name}", data.asstr("utf-8", "surrogateescape")[...]
     names = one_each(np.array(texts, str), name, samples)
-    if (empty := names == "").any():
+    empty = names == ""
+    if empty.any():
         raise Unusable(f"{name} are incomplete: row {empty.argmax()} is an empty string")
     distinct = np.unique(names).tolist()
     spellings: dict[str, str] = {}

@@ -376,6 +376,14 @@ def gray_bits(image: Image.Image) -> int:
     return min(16, *tiff_tags(image).get(Tag.BitsPerSample, (16,)))
 
 
+def states_white(image: Image.Image, data: bytes) -> bool:
+    """Whether a file says itself what is white, and not 255 or 65,535: TIFF of 12 bits, and PGM."""
+    if image.format == "PPM":
+        header = re.match(rb"P[2356](?:\s|#.*\n)+\d+(?:\s|#.*\n)+\d+(?:\s|#.*\n)+(\d+)\s", data)
+        return header is not None and header[1] not in (b"255", b"65535")
+    return image.mode.startswith("I") and gray_bits(image) < 16
+
+
 def has_foreign_profile(image: Image.Image, data: bytes) -> bool:
     """Whether a file states a colour profile, or a gamma, that is not that of sRGB."""
     profile = image.info.get("icc_profile")

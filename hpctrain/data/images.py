@@ -47,6 +47,7 @@ from hpctrain.data.formats import (
     load_whole,
     open_image,
     raw_mode,
+    states_white,
     tiff_tags,
 )
 from hpctrain.errors import first_line
@@ -209,19 +210,26 @@ def decode(data: bytes | Image.Image, fit: Fit) -> tuple[bytes, Changes]:
 
 
 @bad_images()
-def decode_values(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Changes]:
+def decode_values(
+    data: bytes | Image.Image, fit: Fit, is_full: bool = True
+) -> tuple[np.ndarray, Changes]:
     """Decode likewise to (H, W, C) uint8, or of a gray image of 16 bits, uint16: all its values.
 
+    Unless `is_full`, they are stored values, and a file that says itself what is white is refused.
     Raises BadImage.
     """
     changes = Changes()
     image, box = _load(data, changes, _reach(fit))
+    if not is_full and isinstance(data, bytes) and states_white(image, data):
+        raise BadImage("it says itself which value is white: give an array of its values")
     shape = fit.height, fit.width, fit.channels
     if not image.mode.startswith("I"):
         pixels = _fit_bytes(image, box, fit, changes)
         return np.frombuffer(pixels, np.uint8).reshape(shape), changes
-    values = Image.fromarray(_gray_values(image, fit.background, changes).astype(np.float32))
-    values = _resize(values, box, fit, _orientation(image, changes))
+    gray = _gray_values(image, fit.background, changes) * (65535 / (2 ** gray_bits(image) - 1))
+    values = _resize(
+        Image.fromarray(gray.astype(np.float32)), box, fit, _orientation(image, changes)
+    )
     rounded = np.asarray(values).round().astype(np.uint16)
     return np.broadcast_to(rounded[..., None], shape), changes
 

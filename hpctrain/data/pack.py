@@ -244,7 +244,8 @@ def images_note(pack: Pack) -> str | None:
     """Return a note for the record on how an external file is understood, or None."""
     if pack.external is None:
         return None
-    images, scale = pack.splits["train"].images, pack.scale
+    images = pack.splits["train"].images
+    scale = pack.scale
     height, width, channels = pack.image_shape
     shape = f"{height} rows x {width} columns x {counted(channels, 'channel')} ({pack.layout})"
     note = (

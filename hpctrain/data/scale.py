@@ -8,16 +8,16 @@ doubt, and otherwise refused.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from hpctrain.errors import UsageError
 
 FULL = {"uint8": 255.0, "uint16": 65535.0}  # largest value of a type
 FLOATS = ("float16", "float32", "float64")
-DARK = 16.0  # with larger values in training, floats in [0, 1] were scaled by something else
-ROUNDING = 1e-3
+DARK = 16.0  # with larger floats in the training, those in [0, 1] were divided by something
+ROUNDING = 1e-3  # of float16
 UNLIKE = 4.0  # ratio of largest values that is noted
-SPARE = 2.0  # how many times larger than in training the values of integers may be
+SPARE = 2.0  # how many times larger than in the training values may be
 
 
 def is_unit(low: float, high: float) -> bool:
@@ -61,8 +61,10 @@ class Scale(NamedTuple):
         return max(self.reach, other.reach) > UNLIKE * min(self.reach, other.reach)
 
     def __str__(self) -> str:
-        values = f"{self.dtype} values from {self.low:g} to {self.high:g}"
-        return values if self.divisor == 1 else f"{values}, divided by {self.divisor:g}"
+        text = f"{self.dtype} values from {self.low:g} to {self.high:g}"
+        if self.divisor != 1:
+            text += f", divided by {self.divisor:g}"
+        return text
 
     def divisor_for(self, dtype: str, low: float, high: float, is_whole: bool = False) -> float:
         """Return what images of `dtype` with values from `low` to `high` are divided by.
@@ -72,51 +74,62 @@ class Scale(NamedTuple):
         """
         is_same = dtype == self.dtype or {dtype, self.dtype} <= {*FLOATS}
         if not is_same and not self._takes(dtype):
-            here = f"{dtype} images do not say what 1.0 was in the training, on {self}"
-            raise UsageError(f"{here}: give {self._wanted()}")
-        if not self.is_full:
-            self._check_range(dtype, low, high)
-            if dtype in FLOATS and self.dtype in FULL and not is_whole:
-                here = f"{dtype} images that are not whole numbers, and the training was on {self}"
-                raise UsageError(f"{here}: give {self._wanted()}")
-            return self.divisor
-        if dtype in FULL:
-            return FULL[dtype]
-        if not is_unit(low, high):
-            raise UsageError(f"values from {low:g} to {high:g}: give {self._wanted()}")
-        return 1.0
+            self._refuse(f"{dtype} images do not say what 1.0 was in the training, on {self}")
+        if self.is_full:
+            if dtype in FULL:
+                return FULL[dtype]
+            if not is_unit(low, high):
+                self._refuse(f"values from {low:g} to {high:g}")
+            return 1.0
+        if not self._has_range(dtype, low, high):
+            self._refuse(f"values from {low:g} to {high:g}, and the training was on {self}")
+        if self.dtype in FULL and dtype in FLOATS and not is_whole:
+            self._refuse(f"{dtype} values that are not whole, and the training was on {self}")
+        return self.divisor
 
     def _takes(self, dtype: str) -> bool:
         """Whether images of a type that is not the stored one have a meaning."""
-        if self.is_full:  # 8 bits and floats in [0, 1], if the training did not leave them dark
-            return dtype != "uint16" and self.high > self.divisor / 2
+        if self.is_full:
+            return dtype != "uint16" and self._is_bright
         if dtype in FLOATS:
             return True
         # Integers are stored values if no smaller type has room for those of the training.
-        least = 127 if dtype == "uint8" else FULL["uint8"]
-        return self.low >= 0 and least < self.high <= FULL[dtype]
+        if dtype == "uint8":
+            return self.low >= 0 and FULL["uint8"] / 2 < self.high <= FULL["uint8"]
+        return self.low >= 0 and FULL["uint8"] < self.high <= FULL["uint16"]
 
-    def _check_range(self, dtype: str, low: float, high: float) -> None:
-        """Raise UsageError for values that are not of the scale on which the training was."""
-        is_scaled = dtype in FLOATS and 0 < high <= 1 and self.high > self._darkest()
-        is_open = self.divisor == 1 and self.dtype in FLOATS
-        most = SPARE * max(self.high, self.divisor)
-        if is_scaled or low < -ROUNDING * self.high <= self.low or (high > most and not is_open):
-            here = f"values from {low:g} to {high:g}, and the training was on {self}"
-            raise UsageError(f"{here}: give {self._wanted()}")
+    @property
+    def _is_bright(self) -> bool:
+        """Whether values of the training reach into the upper half of their range."""
+        return self.high > self.divisor / 2
 
-    def _darkest(self) -> float:
-        """Return the largest value in training up to which floats in [0, 1] may be stored ones."""
-        return 1.0 if self.dtype in FULL else DARK
+    def _has_range(self, dtype: str, low: float, high: float) -> bool:
+        """Whether stored values may have this range, by that of the training."""
+        if low < -ROUNDING * self.high <= self.low:
+            return False  # of images around 0, and none was in the training
+        if self.dtype in FULL:
+            is_scaled = high <= 1 < self.high
+        else:
+            is_scaled = high <= 1 and self.high > DARK
+        if dtype in FLOATS and high > 0 and is_scaled:
+            return False  # divided by something else before
+        if self.dtype in FLOATS and self.divisor == 1:
+            return True  # --max-value 1 of floats says nothing of the largest
+        return high <= SPARE * max(self.high, self.divisor)
 
-    def _wanted(self) -> str:
-        """Return what can be given to this network."""
-        if self.dtype not in FULL:
-            return "floats in [0, 1]" if self.is_full else "such floats, not scaled"
-        if not self.is_full:
-            return f"such {self.dtype} values, not scaled"
-        floats = ", or floats in [0, 1]" if self.high > self.divisor / 2 else ""
-        return f"{self.dtype}{floats}"
+    def _refuse(self, what: str) -> NoReturn:
+        """Raise UsageError with what can be given to this network."""
+        if self.dtype in FULL and self.is_full:
+            wanted = self.dtype
+            if self._is_bright:
+                wanted += ", or floats in [0, 1]"
+        elif self.dtype in FULL:
+            wanted = f"such {self.dtype} values, not scaled"
+        elif self.is_full:
+            wanted = "floats in [0, 1]"
+        else:
+            wanted = "such floats, not scaled"
+        raise UsageError(f"{what}: give {wanted}")
 
 
 BYTES = Scale()  # of a pack

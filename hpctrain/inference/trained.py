@@ -220,7 +220,8 @@ class Images:
         provenance = network.metadata["provenance"]
         crop = provenance.get("fit") == "crop"
         background = provenance.get("background", "white")
-        self._given, self._scale = images, network.scale
+        self._given = images
+        self._scale = network.scale
         self._fit = Fit(width, height, channels, crop, background)
         if channels not in PICTURE_CHANNELS and any(isinstance(x, PICTURES) for x in images):
             takes = f"the network takes images of {channels} channels"
@@ -300,7 +301,7 @@ class Images:
             pixels, changes = decode(given, self._fit)
             values = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
         else:
-            values, changes = decode_values(given, self._fit)
+            values, changes = decode_values(given, self._fit, self._scale.is_full)
         if changes.kinds & Change.SIXTEEN_BITS:
             self._check_16_bits(changes)
         return (values if self._scale.is_bytes else scaled(values, self._scale)), changes
@@ -322,9 +323,11 @@ def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
     Raises UsageError if they have another scale, or one that cannot be known.
     """
     finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    if not finite.size:
+        finite = np.zeros(1, values.dtype)
     is_whole = bool((finite == np.round(finite)).all())
-    divisor = scale.divisor_for(values.dtype.name, low, high, is_whole)
+    limits = float(finite.min()), float(finite.max())
+    divisor = scale.divisor_for(values.dtype.name, *limits, is_whole)
     if divisor == 1 and values.dtype.name in FLOATS:
         return values
     return values.astype(np.float32) * np.float32(1 / divisor)
@@ -378,7 +381,8 @@ def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
 
     Raises UsageError.
     """
-    array, scale = to_numpy(given), network.scale
+    array = to_numpy(given)
+    scale = network.scale
     shape = network.image_shape
     if array.ndim == 2 and array.shape[1] == math.prod(shape) and array.shape != shape[:2]:
         axes = ", ".join(map(str, shape))

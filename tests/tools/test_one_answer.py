@@ -333,6 +333,12 @@ def test_16_bit_files_of_any_kind_keep_their_values(tmp_path):
         else:
             found = network.preprocess(tmp_path / "deep")[0, 0].numpy() * 65535
             assert np.abs(found - formats.DEEP).max() < 17, name  # the last 4 bits of 12
+    (tmp_path / "12").mkdir()
+    of_12_bits = train_on(tmp_path / "12", stored // 16, max_value=4095.0)
+    for name in ("12-bit pgm", "12-bit tiff"):
+        (tmp_path / "deep").write_bytes(formats.DEPTHS[name])
+        with pytest.raises(hp.RunError, match="says itself which value is white"):
+            of_12_bits.preprocess(tmp_path / "deep")
     gray = Image.fromarray(X[0].astype("u2") * 16)
     gray.save(tmp_path / "dark.png")
     (tmp_path / "bytes").mkdir()
