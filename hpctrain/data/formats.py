@@ -9,7 +9,7 @@ an error. What is done about it here:
   scans and a missing end are found (ITU-T T.81, annex B); damage within one of several scans, or
   between restart markers, may stay unnoticed.
 * TIFF: layouts that Pillow reads wrongly are refused; one page must be the picture. The Adler-32 of
-  deflated data is compared, which libtiff does not (it doubles the time of decoding).
+  deflated data is compared, before which libtiff may stop (this doubles the time of decoding).
 
 Others hold no checksums: they are whole if they are not cut short.
 """
@@ -65,7 +65,7 @@ FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb"\s*<(!doctype html|html|head|body|script|\?xml)", "HTML or XML", FETCH),
 )
 UNREADABLE = (  # likewise, if Pillow cannot identify it
-    (rb"\xff\xd8\xff", "a JPEG of 12 bits or lossless, or a damaged one", CONVERT),
+    (rb"\xff\xd8\xff", "a JPEG of 12 bits, or a damaged one", CONVERT),
     (
         rb"II[*+]\0|MM\0[*+]",
         "a TIFF of a kind that Pillow does not read, or a damaged one",
@@ -85,7 +85,7 @@ MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a segment: not a stuffed
 START_OF_SCAN = b"\xff\xda"
 END_OF_IMAGE = b"\xff\xd9"
 SEGMENTS = {*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE}  # those that may stand in a JPEG file
-ARITHMETIC_CODING = b"\xff\xc9"
+OTHER_CODING = re.compile(rb"\xff[\xc3\xc9-\xcb]")  # lossless, or arithmetic coding
 LOOK_AHEAD = 8  # bytes that libjpeg reads beyond those it needs: 64 bits
 
 SRGB_PRIMARIES = (1, 2)  # or unspecified
@@ -183,7 +183,7 @@ def load_jpeg(image: ImageFile, data: bytes, reach: int) -> ImageFile:
     """
     header = image.fp.tell() if image.fp else 0  # which Pillow has read
     at = max(2, data.rfind(START_OF_SCAN, 0, header))
-    is_sequential = "progressive" not in image.info and ARITHMETIC_CODING not in data[:at]
+    is_sequential = "progressive" not in image.info and not OTHER_CODING.search(data, 0, at)
     if image.format == "JPEG" and is_sequential and data.endswith(END_OF_IMAGE):
         if is_decoded_from(image, ScanFile(data, len(data) - len(END_OF_IMAGE))):
             return image

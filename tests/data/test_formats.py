@@ -13,8 +13,11 @@ from tests.support.api import BadImage, Fit, decode, names_of_changes, probe
 from tests.support.odd_files import (
     COLOUR,
     COLOUR_ALPHA,
+    DEEP_AVIF,
+    DEEP_JPEG_2000,
     GRAY,
     GRAY_ALPHA,
+    LOSSLESS_JPEG,
     deflated_tiff,
     png,
     png16,
@@ -34,7 +37,13 @@ SMALL = tiff_page(PIXELS[:3, :4], 2, t254=1)  # a page for thumbnails
 FOUR = np.array([[0, 1, 300, 65535]], np.uint16)
 
 HAS_AVIF = "avif" in features.get_supported()  # from Pillow 11.3 on
-NEEDS_NEW_PILLOW = ("PA tiff", "associated alpha of gray", "run lengths", "mpo of 3 images")
+NEEDS_NEW_PILLOW = (
+    "lossless jpeg",
+    "PA tiff",
+    "associated alpha of gray",
+    "run lengths",
+    "mpo of 3 images",
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, on metadata
 
@@ -191,7 +200,17 @@ def test_16_bit_colour_is_reduced_and_said_to_be(name):
     assert changes.largest == 257 * int(PIXELS.max())
 
 
+@pytest.mark.parametrize("name", ["JPEG 2000", *["AVIF"] * HAS_AVIF])
+def test_compressed_files_of_more_than_8_bits_are_said_to_be(name):
+    """Written by OpenJPEG and libaom."""
+    pixels, changed, changes = result({"JPEG 2000": DEEP_JPEG_2000, "AVIF": DEEP_AVIF}[name])
+    steps = np.arange(64).reshape(8, 8, 1).repeat(3, axis=2) * 4
+    assert np.abs(pixels.astype(int) - steps).max() <= 4
+    assert changed == {"SIXTEEN_BITS"} and changes.largest > 250 * 257
+
+
 SAME = {
+    "lossless jpeg": (LOSSLESS_JPEG, np.arange(64).reshape(8, 8) * 4),
     "8 bits, white is 0": (tiff(tiff_page(255 - GRAYS, 0)), GRAYS),
     "planes of 8 bits": (tiff(tiff_page(PIXELS, 2, planar=True)), PIXELS),
     "several strips": (saved(PICTURE, "TIFF", tiffinfo={278: 2}, compression="tiff_lzw"), PIXELS),
