@@ -282,6 +282,8 @@ if HAS_AVIF:
     CHANGED["avif of 3 frames"] = saved(PICTURE, "AVIF", **FRAMES), {"FRAMES"}
     CHANGED["avif, turned"] = saved(PICTURE, "AVIF", exif=exif(6)), {"ORIENTATION"}
     CHANGED["avif"] = saved(PICTURE, "AVIF"), set()
+    bright = DEEP_AVIF.replace(b"nclx\0\2\0\2", b"nclx\0\x09\0\x10")  # BT.2020, PQ
+    CHANGED["avif of high dynamic range"] = bright, {"SIXTEEN_BITS", "COLOUR_PROFILE"}
 
 
 @pytest.mark.parametrize("name", CHANGED)
