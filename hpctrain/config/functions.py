@@ -29,6 +29,7 @@ SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
 PACKAGE = str(Path(__file__).parents[1])
 NOT_NAMED = re.compile(f"{re.escape(PACKAGE)}|.*importlib")  # files
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
+MOST_SHOWN = 300  # characters of an error
 _places: set[str] = set()  # folders, or files, of the modules that were imported for the user
 _traceback_file: Path | None = None
 
@@ -111,7 +112,7 @@ def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: boo
 
 def one_line(error: BaseException) -> str:
     """Return the class and the text of an error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def own_code_error(
@@ -129,6 +130,8 @@ def own_code_error(
     places = [file_and_line(own[-1].filename, own[-1].lineno)] if own else []
     where = ", ".join([*places, place] if place else places)
     what = one_line(error).partition(" Hint: ")[0]  # at torch's own settings
+    if len(what) > MOST_SHOWN:
+        what = f"{what[:MOST_SHOWN]}..."
     line = f"{text}: {what}{where and f' ({where})'}{hint}"
     if _traceback_file:
         try:
