@@ -67,6 +67,37 @@ def load(
     return TrainedNetwork(path, torch.device(device), trust_code)
 
 
+#: Types of what a file of weights must say of its network; None stands for null.
+METADATA: dict[str, tuple[type | None, ...]] = {
+    **dict.fromkeys(("model", "task", "precision", "noise", "pack"), (str,)),
+    **dict.fromkeys(("loss", "metric"), (str, None)),
+    **dict.fromkeys(("classes", "image_shape"), (list,)),
+    **dict.fromkeys(("mean", "std", "class_weights"), (list, None)),
+    **dict.fromkeys(("small_stem", "channels_last"), (bool,)),
+    **dict.fromkeys(("scale", "provenance"), (dict,)),
+    "external": (dict, list, None),
+    "evaluation_rows": (int,),
+    "noise_level": (float, int),
+}
+
+
+def check_metadata(known: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for metadata that are not as in `METADATA`."""
+    for name, types in METADATA.items():
+        value = known[name]
+        if (None if value is None else type(value)) not in types:
+            raise TypeError(f"{name} is {brief(value, 40)}")
+    if known["evaluation_rows"] < 1:
+        raise ValueError(f"evaluation_rows is {known['evaluation_rows']}")
+    _, _, channels = known["image_shape"]
+    sizes = {"mean": channels, "std": channels, "class_weights": len(known["classes"])}
+    for name, size in sizes.items():
+        if known[name] and len(known[name]) != size:
+            raise ValueError(f"{name} has {len(known[name])} values, not {size}")
+    if bool(known["mean"]) != bool(known["std"]):
+        raise ValueError("there is a mean without std, or std without mean")
+
+
 class TrainedNetwork:
     """A trained network, as `load` returns it."""
 
@@ -78,13 +109,12 @@ class TrainedNetwork:
         """
         state, known = read_model(path)
         try:
+            check_metadata(known)
             last, scaling = known["channels_last"], known["mean"] and (known["mean"], known["std"])
             shape, classes = tuple(known["image_shape"]), tuple(known["classes"])
             require_trust({"model": known["model"]}, path, trust_code)
             with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
                 model = build(known["model"], shape, len(classes), known["small_stem"])
-            needed = "loss", "metric", "precision", "evaluation_rows", "external"
-            _ = [known[name] for name in needed]
             scale = Scale(**known["scale"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(

@@ -46,7 +46,7 @@ from hpctrain.report.find import SWEEP_FILE, find_folder, ranked_runs
 from hpctrain.report.history import History
 from hpctrain.sweep.file import SweepNetwork, read_sweep
 from hpctrain.text import ranges, say, short_number
-from hpctrain.training.control import STOP_FILE, RunLock, is_locked, request_stop
+from hpctrain.training.control import LOCK_FILE, STOP_FILE, RunLock, is_locked, request_stop
 
 RESULTS_FILE = "results.csv"
 FIGURES = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
@@ -109,9 +109,16 @@ def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
         named = find_folder(str(file), runs_dir)
         file, folder = named / SWEEP_FILE, folder if settings.run else named
     networks, copy = read_sweep(file), folder / SWEEP_FILE
-    if folder.exists() and not (copy.is_file() and copy.read_bytes() == file.read_bytes()):
+    is_begun = copy.is_file() and copy.read_bytes() == file.read_bytes()
+    if folder.exists() and not is_begun and not is_left_behind(folder, networks):
         raise UsageError(f"{folder} is no sweep of this {file}: choose another --run")
     return file, networks, folder
+
+
+def is_left_behind(folder: Path, networks: list[SweepNetwork]) -> bool:
+    """Whether the folder is all that was made of this sweep before the disk was full."""
+    first = {LOCK_FILE, *(f"{network.name}.toml" for network in networks)}
+    return folder.is_dir() and first >= set(os.listdir(folder))
 
 
 def check_data(networks: list[SweepNetwork]) -> None:

@@ -6,6 +6,7 @@ takes this for an allocation of Slurm.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import signal
@@ -200,6 +201,16 @@ def test_another_file_of_the_same_name_is_refused(sweep):
     assert alone(*sweep.words(THREE), "--prepare").code == 0
     ended = sweep.run(THREE.replace("3]", "4]"))
     assert ended.code == 2 and "s.toml" in ended.err and "--run" in ended.err
+
+
+def test_a_sweep_whose_folder_was_left_by_a_full_disk_begins_with_the_same_command(sweep):
+    words = [*sweep.words(THREE), "--prepare"]
+    assert alone(*words).code == 0
+    os.remove("runs/s/sweep.toml")  # it is written last
+    os.remove(min(glob.glob("runs/s/*.toml")))
+    assert alone(*words).code == 0
+    os.rename("runs/s/sweep.toml", "runs/s/notes.txt")
+    assert "is no sweep of this" in alone(*words).err
 
 
 def results(sweep, networks):

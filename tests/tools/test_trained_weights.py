@@ -47,6 +47,27 @@ def test_a_network_that_a_file_names_is_imported_with_trust_code_only(
             assert trusted or comm.rank or "own_network:net" in capsys.readouterr().err
 
 
+OTHERWISE = {
+    **{key: [3, None, ["x"]] for key in ("model", "task", "precision", "pack")},
+    **{key: [3, ["a:b"]] for key in ("loss", "metric")},
+    **{key: [3, None, "ab"] for key in ("classes", "image_shape")},
+    **{key: ["x", [1, 2], {"a": 1}] for key in ("mean", "std", "class_weights")},
+    **{key: ["x", 1] for key in ("small_stem", "channels_last")},
+    "evaluation_rows": ["x", 0, -1, None, 64.0, True],
+    "provenance": [3, None],
+    "external": [3, "x"],
+}
+
+
+def test_a_file_that_describes_its_network_otherwise_is_refused_by_name(trained, tmp_path):
+    saved, path = hp.load(trained.run("plain")), tmp_path / "odd.safetensors"
+    for name, values in OTHERWISE.items():
+        for value in values:
+            save_model(path, saved.model, saved.metadata | {name: value})
+            with pytest.raises(hp.UsageError, match=f"^{path} holds weights but not .*[^\n]*$"):
+                hp.load(path)
+
+
 def test_weights_that_are_not_finite_give_no_answers(trained, tmp_path):
     path = trained.run("plain") / "model.safetensors"
     saved = hp.load(path)
