@@ -307,7 +307,7 @@ TRAINING = """
 --data good.h5 --class-weights 1,2 | --class-weights 2 10
 --data good.h5 --shift 28 | --shift 28 27
 --data good.h5 --shift -1 | --shift -1
---data good.h5 --normalize imagenet | --normalize 3 1
+--data good.h5 --normalize imagenet | --normalize 3 1 --channels
 --data good.h5 --random-crop 0.5 | --random-crop jpeg
 --data good.h5 --balanced-sampling --shuffle blocks | --balanced-sampling --shuffle
 --data good.h5 --final best | --final validation
