@@ -100,6 +100,12 @@ def test_an_alpha_channel_that_is_0_everywhere_is_none(kind):
     assert result(saved(clear, kind, **KINDS[kind]))[1] == set()
 
 
+def test_16_bit_gray_of_which_all_is_transparent_is_kept():
+    values = np.full((2, 3), 25700, np.uint16)
+    pixels, changed, _ = result(png16(values, GRAY, tRNS=struct.pack(">H", 25700)))
+    assert (pixels == 100).all() and changed == {"SIXTEEN_BITS", "EMPTY_ALPHA"}
+
+
 GRAY_HALF = [[[255], [151], [78]]]
 PREMULTIPLIED = np.array([[[64, 0, 0, 128], [0, 0, 0, 0]]], np.uint8)
 TRANSPARENT = {
