@@ -16,10 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.errors import UsageError
+
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+#: With fewer threads than it was promised, oneDNN waits in a barrier for ever.
+FEWER = ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS", "OMP_THREAD_LIMIT")
 OPENMP = re.compile(r"/\S.*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*")
 
 
@@ -34,22 +38,39 @@ def allowed_cores() -> set[int]:
     """Return the cores on which threads of this process may run, with those of OpenMP's places."""
     cores = os.sched_getaffinity(0)
     if any(name in os.environ for name in BINDING):
-        cores |= _places()
-    return cores
-
-
-def _places() -> set[int]:
-    """Return the cores of OpenMP's places; empty if no OpenMP is loaded or it does not bind."""
-    maps = Path("/proc/self/maps").read_text(errors="replace")
-    cores: set[int] = set()
-    for path in sorted(set(OPENMP.findall(maps))):
-        with suppress(OSError, AttributeError):  # replaced on the disk, or older than OpenMP 4.5
-            openmp = ctypes.CDLL(path)
+        for openmp in _openmp_libraries():
             for place in range(openmp.omp_get_num_places()):
                 numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
                 openmp.omp_get_place_proc_ids(place, numbers)
                 cores.update(numbers)
     return cores
+
+
+def check_threads(threads: int) -> None:
+    """Let OpenMP give this thread as many threads as it asks for, up to `threads`.
+
+    Raises UsageError if its limit is lower.
+    """
+    if not any(name in os.environ for name in FEWER):
+        return
+    for openmp in _openmp_libraries():
+        openmp.omp_set_dynamic(0)
+        openmp.omp_set_max_active_levels(max(1, openmp.omp_get_max_active_levels()))
+        if openmp.omp_get_thread_limit() < threads:
+            limit = f"OMP_THREAD_LIMIT={openmp.omp_get_thread_limit()}"
+            raise UsageError(f"{limit} allows fewer than the {threads} threads of a rank: unset it")
+
+
+def thread_limit() -> int | None:
+    """Return OMP_THREAD_LIMIT, None if it is no number above 0."""
+    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    return int(limit) or None if limit.isdecimal() else None
+
+
+def _openmp_libraries() -> list[ctypes.CDLL]:
+    """Return the OpenMP runtimes that this process has loaded."""
+    maps = Path("/proc/self/maps").read_text(errors="replace")
+    return [ctypes.CDLL(path) for path in sorted(set(OPENMP.findall(maps)))]
 
 
 def make_pool(

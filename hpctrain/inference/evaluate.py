@@ -24,6 +24,7 @@ import torch
 
 from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.config.functions import source_files
+from hpctrain.cores import check_threads
 from hpctrain.data.pack import External, Pack, is_pack, read_pack
 from hpctrain.data.scale import Scale
 from hpctrain.data.split import Bad, Split, describe_first
@@ -156,8 +157,10 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
 
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
     keep_memory()
-    torch.set_num_threads(settings.threads or fair_threads(comm))  # launchers set 1 or all
+    threads = settings.threads or fair_threads(comm)
+    torch.set_num_threads(threads)  # launchers set 1 or all
     with on_all(comm):
+        check_threads(threads)
         device = choose_device(settings.device, mpi.comm_of_host(comm).rank)
         network = TrainedNetwork(path, device, settings.trust_code)
     if code := source_files({"model": network.metadata["model"]}):

@@ -8,7 +8,7 @@ import socket
 from typing import NamedTuple
 
 from hpctrain.cluster import more_cores, place_in_step
-from hpctrain.cores import BINDING, allowed_cores, cpu_quotas, whole_cores
+from hpctrain.cores import BINDING, allowed_cores, cpu_quotas, thread_limit, whole_cores
 from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, minimum
 from hpctrain.text import counted, listed
 
@@ -18,7 +18,8 @@ def fair_threads(comm: Comm) -> int:
 
     This is OMP_NUM_THREADS if set, otherwise `core_share`; the minimum over all ranks.
     """
-    return minimum(comm, threads_asked() or whole_cores(*core_share(comm)))[0]
+    fair = whole_cores(*core_share(comm))
+    return minimum(comm, threads_asked() or min(fair, thread_limit() or fair))[0]
 
 
 def threads_asked() -> int:
@@ -117,6 +118,6 @@ def core_notes(host: HostCores, threads: int, setting: str) -> list[str]:
         notes.append(f"{same} of a host: unset it, or bind ranks to cores of their own")
     if threads > 1 and threads * host.ranks > host.cores:
         fair = max(1, host.cores // host.ranks)
-        many = f"{counted(threads, 'thread')} of each of {ranks} share {cores} of a host"
+        many = f"{ranks} of {threads} threads on {cores} of a host"
         notes.append(f"{many}: unset {setting}, or give {fair}")
     return notes

@@ -46,6 +46,7 @@ FINALIZE_LIMIT = 60.0  # seconds
 
 def _prepare_environment() -> None:
     """Set variables that MPI reads once, at initialization. The user's values take precedence."""
+    os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI does not start without it
     if local_size() > core_count():
         # Otherwise ranks that share a core spin: 8 ms instead of 5 us for one number.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

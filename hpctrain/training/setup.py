@@ -17,6 +17,7 @@ from torch import nn
 
 from hpctrain.config import ClassWeights, Config, Every
 from hpctrain.config.functions import is_own, source_files
+from hpctrain.cores import check_threads
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
@@ -108,6 +109,8 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     threads = cpu_threads(config, fair_threads(comm), begun)
     host = scarcest_host(comm)
     torch.set_num_threads(threads)  # launchers set 1 or all cores
+    with on_all(comm):
+        check_threads(threads)
 
     # Network: what it learns, how its input is scaled, what it does with the first samples
     with on_all(comm):

@@ -116,3 +116,29 @@ def test_the_cores_of_a_process_are_not_those_to_which_openmp_binds_one_thread()
     assert bound == 1, "what this test is about: else torch's OpenMP binds no longer"
     assert (allowed, usable, of_decoder) == (cores, core_count(), cores)
     assert decoders == min(8, core_count())
+
+
+FEWER = """
+import torch
+from torch import nn
+import hpctrain as hp
+from hpctrain.cores import check_threads, thread_limit
+torch.set_num_threads(2)
+check_threads(2)
+try:
+    check_threads(4)
+except hp.UsageError as error:
+    print(error)
+print(thread_limit())
+network = nn.Conv2d(1, 16, 3).to(memory_format=torch.channels_last)
+images = torch.randn(500, 1, 28, 28).to(memory_format=torch.channels_last)
+network(images).sum().backward()  # in a barrier of more threads than OpenMP gives it would not end
+"""
+
+
+def test_openmp_gives_all_threads_or_says_that_it_does_not():
+    variables = {"OMP_DYNAMIC": "true", "OMP_MAX_ACTIVE_LEVELS": "0", "OMP_THREAD_LIMIT": "3"}
+    done = run([sys.executable, "-c", FEWER], env=variables)
+    assert done.returncode == 0
+    said = "OMP_THREAD_LIMIT=3 allows fewer than the 4 threads of a rank: unset it"
+    assert done.stdout.splitlines() == [said, "3"]

@@ -116,7 +116,7 @@ NOTES: dict[
     "too many threads": (
         (("a",), 2, 8, 8, 8, math.inf, 8),
         5,
-        ["5 threads of each of 2 ranks share 8 cores of a host: unset --threads, or give 4"],
+        ["2 ranks of 5 threads on 8 cores of a host: unset --threads, or give 4"],
     ),
     "bound by OpenMP": (
         (("a",), 2, 8, 8, 1, math.inf, 8),
