@@ -165,7 +165,7 @@ def digest_weights(run: Path) -> str:
 def digest_optimizer(run: Path) -> str:
     """Of all values that an optimizer keeps, by kind, in any order: they may lie in one buffer."""
     kinds: dict[str, list[np.ndarray]] = {}
-    for name, tensor in load_file(max((run / "checkpoints").glob("*.safetensors"))).items():
+    for name, tensor in load_file(max((run / "checkpoints").glob("[0-9]*.safetensors"))).items():
         if name.startswith("optimizer."):
             kinds.setdefault(name.rpartition(".")[2], []).append(tensor[tensor != 0])
     found = hashlib.sha256()
