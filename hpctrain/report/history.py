@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from hpctrain.errors import UsageError
-from hpctrain.report.record import FIELDS, FILE_NAME, Record, is_number, parse_line
+from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, is_number
 from hpctrain.report.step_stats import Costs
 from hpctrain.text import counted
 from hpctrain.watchdog import HEARTBEATS, find_cause
@@ -157,6 +157,7 @@ class History:
         self.problem: str | None = None  # why the record, or its first corrupt line, is not read
         self.lost = 0  # corrupt lines
         self._lines = 0
+        self._parser = Lines()
         self._position = 0  # offset after the last whole line that was read
         self._tail = b""  # the last bytes of that line
         self.launch = Launch()  # the last one
@@ -218,7 +219,7 @@ class History:
                 if self._mode == "none" or (self._lines % every and not near_end):
                     continue
             try:
-                self._add(parse_line(line, self._lines, self.path))
+                self._add(self._parser.parse_line(line, self._lines, self.path))
             except UsageError as error:  # such as lines lost in a power failure
                 self.lost += 1
                 self.problem = self.problem or str(error)

@@ -341,9 +341,10 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / FILE_NAME
     try:
         with open(path, "rb") as file:
+            lines = Lines()
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):
-                    yield parse_line(line, number, path)
+                    yield lines.parse_line(line, number, path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
@@ -384,12 +385,27 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"no JSON: {name}")
 
 
-def parse_line(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    """Parse the record in line `number` of `path`. Raises UsageError if the line is corrupt."""
-    try:
-        return parse_record(line)
-    except ValueError as error:
-        raise UsageError(f"{path}, line {number} is no line of a record: {error}") from error
+class Lines:
+    """Parses the lines of one file in turn: steps are in order, unless two jobs wrote to it."""
+
+    def __init__(self) -> None:
+        self._step = -1  # the last one
+
+    def parse(self, line: bytes) -> dict[str, Any]:
+        """Parse the next line. Raises ValueError if it is corrupt; see `parse_record`."""
+        record = parse_record(line)
+        if record["kind"] == "step":
+            if record["step"] <= self._step:
+                raise ValueError(f"step {record['step']} comes after step {self._step}")
+            self._step = record["step"]
+        return record
+
+    def parse_line(self, line: bytes, number: int, path: Path) -> dict[str, Any]:
+        """Parse the next line, `number` of `path`. Raises UsageError if it is corrupt."""
+        try:
+            return self.parse(line)
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number} is no line of a record: {error}") from error
 
 
 def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None:
@@ -412,11 +428,11 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
                 return record["status"] != "done"
         return True
 
-    kept = []
+    kept, lines = [], Lines()
     with suppress(FileNotFoundError), open(folder / FILE_NAME, "rb") as file:
         for line in file:
             try:
-                if line.endswith(b"\n") and is_kept(parse_record(line)):
+                if line.endswith(b"\n") and is_kept(lines.parse(line)):
                     kept.append(line)
             except ValueError:
                 break  # the lines after it cannot be trusted

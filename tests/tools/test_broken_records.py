@@ -90,6 +90,16 @@ def test_a_heartbeat_that_is_none_stops_nothing(runs, text):
     assert bad.startswith("bad  ") and good.startswith("good  done")
 
 
+def test_steps_that_two_jobs_wrote_are_named(runs):
+    """Without locks on their file system, both append: then neither curve is right."""
+    make_run(runs / "two", GOOD[0], *step_lines(1, 4), GOOD[0], *step_lines(1, 6), GOOD[-1])
+    two, good = alone("watch", "two", "good", "--once").out.splitlines()
+    assert "4 lines of the record cannot be read: runs/two" in two and "step 6 of" in two
+    assert "line 7 is no line of a record: step 1 comes after step 4" in two
+    assert "cannot be read" not in good
+    assert "line 7 is no line" in alone("plot", "two", "good").out
+
+
 # Values that a field cannot have
 
 ODD = ["null", "true", "-1", "0", "0.5", "2", "1e308", "-1e308", "1e999", str(2**63), "9" * 400]
@@ -120,9 +130,10 @@ def is_allowed(kind, name, text):
     return text in (objects if field.is_object else ALLOWED[field.type])
 
 
-def with_value(kind, name, text):
+def with_value(kind, name, text, step=13):
     """The line of a record in which a field has this value, given as JSON."""
-    own = json.dumps({key: value for key, value in MADE[kind].items() if key != name})
+    made = MADE[kind] | ({"step": step} if kind == "step" else {})
+    own = json.dumps({key: value for key, value in made.items() if key != name})
     return f'{own[:-1]}, "{name}": {text}}}\n'.encode()
 
 
@@ -136,7 +147,10 @@ def test_a_line_with_a_value_that_its_field_cannot_have_is_corrupt(tmp_path, kin
         file.write_bytes(with_value(kind, *each))
         with pytest.raises(hp.UsageError, match="line 1 is no") if is_wrong else nullcontext():
             assert len([*read_records(tmp_path)]) == 1, each
-    lines = [with_value(kind, *each) for each in odd]
+    if kind == "step":  # steps must be in order
+        odd = [each for each in odd if each[0] != "step"]
+        wrong = [not is_allowed(kind, *each) for each in odd]
+    lines = [with_value(kind, *each, 13 + number) for number, each in enumerate(odd)]
     make_run(tmp_path / "odd", *GOOD[:-1], *lines, GOOD[-1])
     accepted = [line for line, is_wrong in zip(lines, wrong, strict=True) if not is_wrong]
     read = make_run(tmp_path / "read", *GOOD[:-1], *accepted, GOOD[-1])
