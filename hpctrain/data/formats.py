@@ -81,11 +81,13 @@ read_crc32 = struct.Struct(">I").unpack_from
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a segment: not a stuffed byte, fill, restart
+# The marker of a segment, with fill bytes and restart markers before it; not a stuffed byte.
+MARKER = re.compile(rb"(?:\xff+[\xd0-\xd7])*\xff+[^\x00\xff\xd0-\xd7]")
 START_OF_SCAN = b"\xff\xda"
 END_OF_IMAGE = b"\xff\xd9"
 SEGMENTS = {*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE}  # those that may stand in a JPEG file
 OTHER_CODING = re.compile(rb"\xff[\xc3\xc9-\xcb]")  # lossless, or arithmetic coding
+PADDING = 16  # zeros that may follow a scan
 LOOK_AHEAD = 8  # bytes that libjpeg reads beyond those it needs: 64 bits
 
 SRGB_PRIMARIES = (1, 2)  # or unspecified
@@ -105,15 +107,16 @@ class ScanFile(io.BytesIO):
     """A JPEG file that tells whether the decoder of its only scan needs the scan exactly.
 
     In place of the end marker stand the bytes that libjpeg reads ahead: a decoder that needs more
-    than the scan finds the file truncated. The last byte of the scan comes in a read of its own: a
-    decoder that finishes earlier never asks for it. Both are exact but for the bytes read ahead, so
-    that zeros are tolerated which some encoders append.
+    than the scan finds the file truncated. The last byte of the scan comes in a read of its own,
+    with the zeros behind it that some encoders append: a decoder that finishes earlier never asks
+    for it. Both are exact but for the bytes read ahead.
     """
 
     def __init__(self, data: bytes, end: int) -> None:
         """Take the file and where its compressed data end."""
         super().__init__(data)
-        self._last = end - 1
+        padded = data[max(0, end - PADDING) : end]
+        self._last = end - 1 - len(padded) + len(padded.rstrip(b"\0"))
         self._tail = data[self._last : end] + bytes(LOOK_AHEAD)
 
     @property
@@ -245,21 +248,27 @@ def check_deflated(tags: Mapping[int, Any], data: bytes) -> None:
 
 
 def find_scan_end(data: bytes, at: int) -> tuple[int, list[int]]:
-    """Return where the compressed data of a JPEG end, and where each scan from `at` on begins.
+    """Return where the data of a JPEG's last scan end, and where each scan from `at` on begins.
 
     Raises ValueError for a damaged file.
     """
     scans = list[int]()
+    end = at
+    is_in_scan = False
     while True:
         marker = MARKER.search(data, at)
         if marker is None:
             raise ValueError("cut short: the JPEG has no end")
+        if is_in_scan:
+            end = marker.start()
         at = marker.end()
-        if marker[0] == END_OF_IMAGE:
-            return marker.start(), scans
-        if data[at - 1] not in SEGMENTS:
+        code = marker[0][-2:]
+        if code == END_OF_IMAGE:
+            return end, scans
+        if code[1] not in SEGMENTS:
             raise ValueError("damaged: the JPEG's compressed data hold an invalid marker")
-        if marker[0] == START_OF_SCAN:
+        is_in_scan = code == START_OF_SCAN
+        if is_in_scan:
             scans.append(at)
         at += int.from_bytes(data[at : at + 2])
 

@@ -410,12 +410,13 @@ def test_damaged_and_foreign_files_are_refused_by_name(name):
     assert re.search(reason, said) and "\n" not in said and "0x" not in said
 
 
+COMMENT = b"\xff\xfe\0\x07after"  # of a JPEG
+
+
 def test_whole_jpeg_files_of_all_kinds_are_read():
-    """Zeros or fill bytes that some encoders append, restart markers, scans, further images."""
-    zeros = JPEG[:-2] + bytes(3) + JPEG[-2:]
-    fill = JPEG[:-2] + b"\xff\xff" + JPEG[-2:]
+    """What some encoders append to a scan, restart markers, scans, further images."""
     whole = np.asarray(Image.open(io.BytesIO(JPEG)))
-    for data in (JPEG, zeros, fill, JPEG + b"after the end", JPEG + JPEG):
+    for data in (JPEG, JPEG + b"after the end", JPEG + JPEG):
         assert np.array_equal(result(data)[0], whole)
     for options in ({"progressive": True}, {"restart_marker_rows": 1}, {"optimize": True}):
         data = encode(LARGE, "JPEG", **options)
@@ -423,5 +424,8 @@ def test_whole_jpeg_files_of_all_kinds_are_read():
     for size in range(4, 40):  # every length of the last code
         data = encode(LARGE[:size, : 2 * size], "JPEG", quality=30)
         assert np.array_equal(result(data)[0], np.asarray(Image.open(io.BytesIO(data))))
+        for appended in (bytes(1), bytes(15), b"\xff", b"\xff" * 900, b"\xff\xd0", COMMENT):
+            longer = data[:-2] + appended + data[-2:]
+            assert np.array_equal(result(longer)[0], result(data)[0])
     gray = encode(np.zeros((8, 8), np.uint8), "JPEG")  # a scan of some bits
     assert not result(gray)[0].any()
