@@ -159,7 +159,7 @@ def fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[s
 def read_weights(path: str | Path, wanted: Tensors) -> tuple[Tensors, dict[str, Any], str]:
     """Read the tensors of a file, its metadata, and the name of the entry in which they lie.
 
-    Of several entries it is one of `ENTRIES`, else that with most names of the `wanted` tensors.
+    Of several entries that fit the `wanted` tensors it is one of `ENTRIES`, else the best fitting.
     Raises UsageError if it is neither a safetensors file nor one of torch.save, is damaged, or
     holds objects that only code of the file could make.
     """
@@ -171,9 +171,17 @@ def read_weights(path: str | Path, wanted: Tensors) -> tuple[Tensors, dict[str, 
     if not holding:
         text = "no tensors by name, also not in an entry of it"
         raise UsageError(f"{path} holds no weights, {text}, but {summary(content)}")
-    fitting = {entry: len(rename(tensors[entry], wanted)[0].keys() & wanted) for entry in holding}
-    entry = min(holding, key=lambda e: (rank_of(e), -fitting[e], -len(tensors[e])))
+    fitting = {entry: count_fitting(rename(tensors[entry], wanted)[0], wanted) for entry in holding}
+    half = max(fitting.values()) / 2  # of the best fitting: less is another network
+    entry = min(
+        holding, key=lambda e: (fitting[e] < half, rank_of(e), -fitting[e], -len(tensors[e]))
+    )
     return tensors[entry], {}, entry
+
+
+def count_fitting(found: Tensors, wanted: Tensors) -> int:
+    """Return how many tensors have the name and shape of one of the `wanted`."""
+    return sum(n in wanted and t.shape == wanted[n].shape for n, t in found.items())
 
 
 def entries_of(content: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping]]:

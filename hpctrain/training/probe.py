@@ -239,7 +239,7 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
     """
     generator, zeros = torch.Generator().manual_seed(0), []
     for parameter in model.parameters():
-        if not parameter.is_floating_point() or not parameter.numel():
+        if parameter.dtype not in (torch.float32, torch.float64) or not parameter.numel():
             continue
         if not parameter[(0,) * parameter.dim()] and not parameter.any():  # the first one is quick
             zeros.append((parameter, parameter.detach().clone()))

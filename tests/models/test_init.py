@@ -200,12 +200,13 @@ def test_arrays_of_objects_are_refused(tmp_path):
 
 @pytest.mark.parametrize("entry", ["state.model", "a.b.net", "discriminator"])
 def test_weights_are_found_in_entries_of_entries(tmp_path, entry):
-    """Of several those with the names of the network."""
+    """Of several those with the names of the network, whatever the others are called."""
     source, model, held = net(), net(), net().state_dict()
     held = source.state_dict()
     for name in reversed(entry.split(".")):
         held = {name: held}
-    held["generator"] = prefixed("larger.", hp.build("resnet18", SHAPE, 7).state_dict())
+    larger = hp.build("resnet18", SHAPE, 7).state_dict()
+    held |= {"generator": larger, "ema": prefixed("a.", larger)}
     found = load_init(model, saved(tmp_path / "m", held), 7, 3)
     assert found.entry == entry and f"--init {entry} of " in str(found)
     check_loaded(model, source.state_dict(), ())

@@ -85,6 +85,31 @@ def test_a_network_that_looks_beyond_the_image_is_refused(comm, short, kind):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", ["float64", "frozen_complex64", "frozen_int64"])
+def test_images_have_the_type_of_the_network(comm, short, kind):
+    """That of its first parameter that is no integer; complex numbers are pairs of such."""
+    settings = short | {"model": f"tests.support.nets:typed_{kind}", "epochs": 1}
+    assert hp.train(**settings).status == "done"
+    assert hp.evaluate(short["runs_dir"] + "/a", trust_code=True, threads=1).rows == 23
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("typed_float16", "parameter first is float16: .* --precision bf16"),
+        ("typed_bfloat16", "parameter first is bfloat16: .* --precision bf16"),
+        ("typed_complex64", "parameter first is complex64: .* torch.view_as_complex"),
+        ("MixedTypes", "mix types, linear.weight float32, linear.bias float64: use one"),
+        ("on_meta", "linear.weight is on the device meta"),
+    ],
+)
+def test_types_that_cannot_be_trained_are_named(comm, short, model, said):
+    with pytest.raises(hp.UsageError, match=said):
+        hp.train(**short | {"model": f"tests.support.nets:{model}"})
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["digits", "resnet50", "tests.support.nets:Tiny"])
 def test_rounding_and_zero_weights_are_no_reason_to_refuse(comm, short, model, precision):

@@ -620,3 +620,37 @@ def strided(image_shape, classes):
     """Its first layer crashes in NHWC with oneDNN of AVX2."""
     convolution = nn.Conv2d(image_shape[2], 16, 1, stride=2)
     return nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.LazyLinear(classes))
+
+
+class Typed(OneLayer):
+    """A parameter of another type, `first`, is used beside its layer; `kind` says how."""
+
+    def __init__(self, kind, image_shape, classes):
+        nn.Module.__init__(self)
+        first = torch.ones(classes, dtype=getattr(torch, kind.removeprefix("frozen_")))
+        self.first = nn.Parameter(first, requires_grad="frozen" not in kind)
+        self.linear = nn.Linear(math.prod(image_shape), classes)
+        if kind == "float64":
+            self.double()
+
+    def forward(self, x):
+        assert x.dtype == self.linear.weight.dtype
+        return super().forward(x) * self.first.real.to(x.dtype)
+
+
+TYPES = ("float16", "bfloat16", "float64", "complex64", "frozen_complex64", "frozen_int64")
+for name in TYPES:
+    globals()[f"typed_{name}"] = partial(Typed, name)
+
+
+class MixedTypes(OneLayer):
+    """Its bias is float64."""
+
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.linear.bias.data = self.linear.bias.data.double()
+
+
+def on_meta(image_shape, classes):
+    with torch.device("meta"):
+        return OneLayer(image_shape, classes)
