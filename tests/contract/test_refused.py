@@ -377,7 +377,6 @@ evaluate shape.safetensors
 evaluate classes.safetensors
 evaluate plain.h5
 predict done missing.png | missing.png
-predict done bad | bad
 """
 BROKEN_NETWORK = """
 from torch import nn
