@@ -240,6 +240,8 @@ class Watchdog:
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
         self._ticked = self._idle = time.monotonic()  # last tick, and the end of its work
         self._suspended = 0.0  # seconds in all
+        #: Whether the kernel's timer is free: a program may have set it for itself.
+        self._limits = signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -264,7 +266,8 @@ class Watchdog:
         self._over.set()
         self._thread.join(LAST_WORDS)  # it may be stuck on a file system
         faulthandler.cancel_dump_traceback_later()  # after the join: the thread arms them
-        limit_time(0)
+        if self._limits:
+            limit_time(0)
         _current.remove(self)
         if self._folder is None:
             return
@@ -282,7 +285,8 @@ class Watchdog:
     def _arm(self) -> None:
         """Start the timers that need no interpreter; the thread restarts them."""
         limit = 2 * self.limit + LAST_WORDS
-        limit_time(limit)
+        if self._limits:
+            limit_time(limit)
         if self._folder:
             faulthandler.dump_traceback_later(limit, file=self._stack)
 

@@ -171,6 +171,18 @@ def test_the_timer_of_the_kernel_lets_a_process_that_was_suspended_restart_it():
     assert 0.9 < time.monotonic() - began < 13
 
 
+def test_a_timer_of_the_program_is_left_to_it(monkeypatch):
+    """Also if its signal is to end the program."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
+    before = signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        with Watchdog(0, 1, "h", 60):
+            assert 490 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+        assert 490 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
 @pytest.mark.slow
 def test_the_timer_of_the_kernel_ends_a_process_that_is_stuck_in_native_code():
     job = start_limited("hangs")
