@@ -66,7 +66,7 @@ def stop_file(settings):
 
 def as_under_srun(patch):
     """Without the variables of mpirun, which kills the ranks after its SIGTERM."""
-    for name in [n for n in os.environ if n.startswith(("OMPI_", "HYDI_", "MPI_LOCAL"))]:
+    for name in [n for n in os.environ if n.startswith(("OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL"))]:
         patch.delenv(name)
 
 
