@@ -190,3 +190,32 @@ def test_a_picture_of_pillow_is_laid_over_the_background_of_the_pack(tmp_path):
         found = np.frombuffer(pixels, np.uint8).reshape(11, 13, 3).astype(int)
         assert np.abs(found - (PIXELS * (128 / 255) + value * (127 / 255))).max() <= 1
     assert image.mode == "RGBA" and np.array_equal(np.asarray(image), HALF)
+
+
+def test_files_encoded_as_jpeg_are_changed_and_counted_alike(tmp_path, capfd):
+    folder = tmp_path / "images" / "a"
+    folder.mkdir(parents=True)
+    frames = {"save_all": True, "append_images": [PICTURE.rotate(180), PICTURE]}
+    (folder / "moving.gif").write_bytes(saved(PICTURE, "GIF", **frames))
+    (folder / "deep.png").write_bytes(png16(GRAYS.astype(np.uint16) * 257, GRAY))
+    clear = np.concatenate([PIXELS, np.zeros((11, 13, 1), np.uint8)], axis=2)
+    clear[0, 0, 3] = 255
+    names = [f"clear{number}.png" for number in range(9)]
+    for number, name in enumerate(names):
+        clear[0, 0, 0] = number
+        (folder / name).write_bytes(encode(clear))
+    for encoding in ("raw", "jpeg"):
+        path = make_pack(
+            tmp_path / "images",
+            tmp_path / f"{encoding}.h5",
+            split="1",
+            encoding=encoding,
+            background="black",
+        )
+        said = capfd.readouterr().err
+        assert "(3 in all)" in said and f"largest value {257 * int(GRAYS.max()):,}" in said
+        listed = ", ".join(f"a/{name}" for name in names)
+        assert f"laid over black (--background): 9 of 11 images: {listed}\n" in said
+        assert facts(path)["provenance"]["background"] == "black"
+    images = arrays(tmp_path / "raw.h5")[0]
+    assert (images[:, 5, 5] == 0).all(axis=1).sum() == 9
