@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         raise UsageError(f"{name} starts its own ranks: {without}")
     if command.processes == ALONE and ranks > 1:
         raise UsageError(f"{name} needs one process, not {ranks}: {without}")
-    if command.processes == ALONE and launched_size() is None and launcher != "none":
+    if command.processes in (ALONE, LAUNCHER) and launched_size() is None and launcher != "none":
         raise UsageError(f"{name} needs one process: call it without {launcher}")
     if command.processes == RANKS:
         require_mpi_launcher()
@@ -145,7 +145,8 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
-            ranks = counted(size, "rank") if launched_size() or not under_mpirun() else "ranks"
+            is_told = launched_size() or launcher_name() == "none"
+            ranks = counted(size, "rank") if is_told else "ranks"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
         from hpctrain.parallel.mpi import MPI, check_call, conclude, on_all, start_mpi
 

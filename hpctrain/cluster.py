@@ -38,7 +38,7 @@ from hpctrain.errors import RunError, UsageError
 
 LEFT = 75  # exit code EX_TEMPFAIL of sysexits.h: the state is saved, the same command resumes
 ANSWER_WITHIN = 10.0  # seconds for squeue and scontrol
-UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
+UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
 #: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
 REQUESTS = (
