@@ -56,7 +56,7 @@ def test_networks_are_trained_and_asked_in_the_precision_of_the_run(comm, short,
     untimed = *expected[:2], False, expected[3]
     fresh = *expected[:3], False
     assert expected in seen and {*seen} <= {expected, untimed, fresh, OF_CHECK}
-    answers = f"{short['runs_dir']}.{comm.rank}.csv"
+    answers = f"{short['runs_dir']}.csv"
     common = ["a", "--runs-dir", short["runs_dir"], "--threads", "1", "--batch-size", "4"]
     for asked in (None, *(EXPECTED if precision == "default" else ())):
         tf32, product, _, half = EXPECTED[asked or precision.replace("default", "fp32")]
