@@ -39,6 +39,7 @@ DEVELOP = "develop it to JPEG or PNG"
 EXTRACT = "extract its frames as PNG or JPEG"
 ARRAYS = "write its values into an HDF5 file"
 FETCH = "fetch the image itself"
+MARKUP = rb"(\xef\xbb\xbf)?\s*"  # what may stand before it
 FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "HEIC", CONVERT),
     (rb".{4}ftypavi[fs]", "a damaged AVIF, or one that Pillow does not read", CONVERT),
@@ -61,8 +62,18 @@ FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf|Rar!|BZh|\xfd7zXZ", "compressed files", "unpack it"),
     (rb"\0\x05\x16\x07", "AppleDouble (metadata of macOS)", "remove it"),
     (rb"version https://git-lfs", "pointer of Git LFS", FETCH),
-    (rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg[^>]*>\s*)?<svg", "SVG", CONVERT),
-    (rb"\s*<(!doctype html|html|head|body|script|\?xml)", "HTML or XML", FETCH),
+    (rb"ZISRAWFILE|\xda\xce\xbe\n", "CZI or ND2 of a microscope", CONVERT),
+    (rb"NRRD0|(ObjectType|NDims) = ", "NRRD or MetaImage", ARRAYS),
+    (
+        MARKUP + rb"(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg[^>]*>\s*)?<svg",
+        "SVG",
+        CONVERT,
+    ),
+    (
+        MARKUP + rb"<(!doctype html|html|head|body|script|\?xml|\?xpacket|x:xmpmeta)",
+        "HTML or XML",
+        f"remove it, or {FETCH}",
+    ),
 )
 UNREADABLE = (  # likewise, if Pillow cannot identify it
     (rb"\xff\xd8\xff", "a JPEG of 12 bits, or a damaged one", CONVERT),

@@ -37,7 +37,7 @@ from hpctrain.errors import UsageError
 from hpctrain.text import brief, counted, listed_names
 
 #: Files and folders that systems leave in any folder, in lower case. Further ones begin with ".",
-#: such as .DS_Store, .Trash-1000 and .ipynb_checkpoints, or end with ":Zone.Identifier" (Windows).
+#: such as .DS_Store, .Trash-1000 and .ipynb_checkpoints, or end with SYSTEM_ENDINGS.
 SYSTEM_NAMES = frozenset(
     (
         *("__macosx", "icon\r", "network trash folder", "temporary items"),  # macOS
@@ -45,8 +45,12 @@ SYSTEM_NAMES = frozenset(
         *("$recycle.bin", "system volume information", "found.000"),
         *("@eadir", "@tmp", "#recycle", "#snapshot"),  # Synology
         *("@recycle", "@recently-snapshot", "@__thumb", "~snapshot"),  # QNAP, NetApp
-        *("lost+found", "__pycache__"),
+        *("lost+found", "lost.dir", "__pycache__"),  # Linux, Android, Python
     )
+)
+SYSTEM_ENDINGS = (
+    *(":zone.identifier", ":zone.identifier:$data", ":encryptable", ":afp_afpinfo"),  # Windows
+    *("@synoeastream", "@synoresource"),  # Synology
 )
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # modules that read them
 FOREIGN = {  # formats that are named and not read
@@ -131,7 +135,7 @@ def by_folder(name: str) -> str:
 def is_hidden(name: str) -> bool:
     """Whether a file or folder of this name, without a path, is left out of all listings."""
     name = name.lower()
-    return name.startswith(".") or name in SYSTEM_NAMES or name.endswith(":zone.identifier")
+    return name.startswith(".") or name in SYSTEM_NAMES or name.endswith(SYSTEM_ENDINGS)
 
 
 def list_folder(path: str) -> Listing:

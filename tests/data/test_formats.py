@@ -375,6 +375,8 @@ REFUSED = {
     "empty": (b"", "empty"),
     "text": (b"not an image", "not an image of a known format"),
     "html": (b"\n<!DOCTYPE html><title>404</title>", "HTML"),
+    "sidecar": (b"\xef\xbb\xbf<?xpacket begin=''><x:xmpmeta>", "XML: remove it"),
+    "microscope": (b"ZISRAWFILE" + bytes(99), "CZI"),
     "svg": (b"<?xml version='1.0'?>\n<!-- a -->\n<svg xmlns=''>", "SVG"),
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS"),
     "heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), "HEIC"),

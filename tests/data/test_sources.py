@@ -283,6 +283,7 @@ SYSTEM = [
     *("$Recycle.Bin/a/1.png", "System Volume Information/1.png", "b/THUMBS.DB", "a/Desktop.ini"),
     *("#RECYCLE/x", "lost+found/1.png", ".Trash-1000/a/1.png", "@Recycle/1.png"),
     *("b/__pycache__/x.pyc", "b/1.png:Zone.Identifier"),
+    *("b/Thumbs.db:encryptable", "b/1.png@SynoEAStream", "LOST.DIR/1"),
 ]
 ANY_ARCHIVE = {
     "folder": lambda path, root: root,
