@@ -8,6 +8,7 @@ an error. What is done about it here:
   exactly the compressed data (`ScanFile`). In others, markers that cannot stand there, missing
   scans and a missing end are found (ITU-T T.81, annex B); damage within one of several scans, or
   between restart markers, may stay unnoticed.
+* JPEG 2000: of more than 8 bits, it is read if it is 16-bit gray: Pillow rounds others beyond 255.
 * TIFF: layouts that Pillow reads wrongly are refused; one page must be the picture. The Adler-32 of
   deflated data is compared, before which libtiff may stop (this doubles the time of decoding).
 
@@ -101,6 +102,7 @@ OTHER_CODING = re.compile(rb"\xff[\xc3\xc9-\xcb]")  # lossless, or arithmetic co
 PADDING = 16  # zeros that may follow a scan
 LOOK_AHEAD = 8  # bytes that libjpeg reads beyond those it needs: 64 bits
 
+DEEP = re.compile(";16[BLN]$")  # not "BGR;16", which is 5, 6 and 5 bits
 SRGB_PRIMARIES = (1, 2)  # or unspecified
 SRGB_TRANSFERS = (1, 2, 6, 13)  # also that of television, which is decoded as sRGB everywhere
 
@@ -164,6 +166,10 @@ def open_image(data: bytes) -> ImageFile:
         check_tiff(image)
     if image.format == "PNG" and "transparency" in image.info:
         scale_transparent_value(image)
+    if image.format == "JPEG2000" and is_deep(image, data):
+        raise ValueError(
+            f"a JPEG 2000 of more than 8 bits, whose white Pillow turns black: {CONVERT}"
+        )
     return image
 
 
@@ -378,7 +384,7 @@ def is_deep(image: Image.Image, data: bytes) -> bool:
         return settings >= 0 and bool(data[settings + 6] & 64)  # high_bitdepth
     if image.format == "PPM":
         return image.mode == "RGB" and max(tile_arguments(image)[1:], default=0) > 255
-    return ";16" in raw_mode(image) and not image.mode.startswith("I")
+    return bool(DEEP.search(raw_mode(image))) and not image.mode.startswith("I")
 
 
 def has_further_channels(image: Image.Image) -> bool:
