@@ -169,9 +169,11 @@ def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
     cores, quotas = allowed_cores(), [quota.cores for quota in cpu_quotas()]
     threads, share = whole_cores(len(cores), *quotas), min(quotas, default=math.inf)
     if mpi:
-        from hpctrain.parallel.hosts import core_share, fair_threads
+        from hpctrain.parallel.hosts import share_cores
 
-        threads, share = fair_threads(comm), core_share(comm)[1]
+        job = share_cores(comm)
+        threads = job.threads
+        share = job.quota
     names = ("OMP_NUM_THREADS", *BINDING)
     variables = {name: os.environ[name] for name in names if os.environ.get(name)}
     facts = {"cores": cores, "quota": share, "threads": threads, "variables": variables}

@@ -9,7 +9,6 @@ file in the folder of the run, once there is one.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -175,6 +174,8 @@ def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
 
     It is the SHA-256 of the file of each function's module, and the version of timm.
     """
+    import hashlib  # not for --help
+
     found: dict[str, object] = {}
     for name, value in settings.items():
         module = sys.modules.get(str(value).partition(":")[0])

@@ -39,7 +39,7 @@ from hpctrain.parallel.device import (
     keep_memory,
     torch_settings,
 )
-from hpctrain.parallel.hosts import decoding_threads, fair_threads
+from hpctrain.parallel.hosts import share_cores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
 from hpctrain.report.record import without_nonfinite
@@ -157,12 +157,14 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
 
     path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
     keep_memory()
-    threads = settings.threads or fair_threads(comm)
+    cores = share_cores(comm)
+    threads = settings.threads or cores.threads
     torch.set_num_threads(threads)  # launchers set 1 or all
     with on_all(comm):
         check_threads(threads)
         device = choose_device(settings.device, mpi.comm_of_host(comm).rank)
         network = TrainedNetwork(path, device, settings.trust_code)
+    network.decoders = cores.decoding_threads(device.type)
     if code := source_files({"model": network.metadata["model"]}):
         mpi.check_equal_on_all(comm, code)
     task, rows = network.inference.task, settings.batch_size or network.inference.rows
@@ -201,9 +203,8 @@ def open_split(network: TrainedNetwork, settings: NetworkConfig, comm: Comm) -> 
         return pack
 
     pack = on_root(comm, find_pack)
-    decoders = decoding_threads(comm, network.device.type)
     with on_all(comm):
-        return Split(pack, settings.split, decoders)
+        return Split(pack, settings.split, network.decoders)
 
 
 def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> Pack:

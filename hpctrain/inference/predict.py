@@ -32,7 +32,6 @@ from hpctrain.inference.trained import (
     refuse_unusable,
     say_range,
 )
-from hpctrain.parallel.hosts import decoding_threads
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_predictions, write_image
 from hpctrain.text import MOST_NAMED, listed, printable, say
@@ -49,8 +48,8 @@ def main(settings: PredictConfig, comm: Comm) -> int:
             raise agreed(UsageError(text))
         if settings.images:
             warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-            decoders = decoding_threads(comm, network.device.type)
-            images = Images(network, on_root(comm, list_images, settings.images), decoders)
+            files = on_root(comm, list_images, settings.images)
+            images = Images(network, files, network.decoders)
             (restore if restores else classify)(network, images, settings, comm)
         else:
             with open_split(network, settings, comm) as split:

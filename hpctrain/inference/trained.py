@@ -129,6 +129,7 @@ class TrainedNetwork:
         self.scale: Scale = scale  # of the training's images
         #: All that the file holds: names of the network and the pack, step, figures and so on.
         self.metadata: dict[str, Any] = known
+        self.decoders: int | None = None  # threads that decode files; None: as `Split` does
         like = input_like(model)
         task = make_task(known, len(classes), like)
         prepare = make_prepare(device, like.dtype, last, scaling)

@@ -5,21 +5,73 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpctrain.cluster import more_cores, place_in_step
 from hpctrain.cores import BINDING, allowed_cores, cpu_quotas, thread_limit, whole_cores
-from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, minimum
+from hpctrain.parallel.mpi import Comm, allgather, comm_of_host
 from hpctrain.text import counted, listed
 
 
-def fair_threads(comm: Comm) -> int:
-    """Return the number of CPU threads per rank with which no cores are oversubscribed. Collective.
+class RankCores(NamedTuple):
+    """What a rank knows of cores."""
 
-    This is OMP_NUM_THREADS if set, otherwise `core_share`; the minimum over all ranks.
+    host: str
+    allowed: set[int]
+    main: set[int]  # on which its main thread may run: OpenMP may have bound it
+    quota: float  # its share of the CPU time of quotas, in cores
+    there: int  # on the host
+    threads: int  # that it would use
+
+
+class HostCores(NamedTuple):
+    """The cores of the host that has the fewest per rank."""
+
+    hosts: tuple[str, ...]  # all of the job, sorted
+    ranks: int
+    allowed: int  # cores that its ranks may use together
+    cores: int  # of them by their quotas, at least 1
+    main: int  # on which their main threads may run
+    quota: float  # the CPU time, in cores, to which quotas limit its ranks together
+    there: int
+
+
+class JobCores(NamedTuple):
+    """The cores of a job, and the share of this rank."""
+
+    share: int  # cores of this rank by affinity masks and quotas, at least 1
+    quota: float  # its share of the CPU time of quotas, in cores
+    threads: int  # CPU threads with which no cores are oversubscribed; equal on all ranks
+    scarcest: HostCores
+
+    def decoding_threads(self, device: str) -> int | None:
+        """Return how many threads of this rank decode JPEG files; None: as `Split` does.
+
+        On a GPU (`device` "cuda") they are as many as the rank's share of cores, which have little
+        else to do.
+        """
+        return self.share if device == "cuda" else None
+
+
+def share_cores(comm: Comm) -> JobCores:
+    """Return the cores of the job, and this rank's share. Collective.
+
+    The threads are OMP_NUM_THREADS if set, otherwise the share; the minimum over all ranks.
     """
-    fair = whole_cores(*core_share(comm))
-    return minimum(comm, threads_asked() or min(fair, thread_limit() or fair))[0]
+    cores, quota = core_share(comm)
+    share = whole_cores(cores, quota)
+    rank = RankCores(
+        host=socket.gethostname(),
+        allowed=allowed_cores(),
+        main=os.sched_getaffinity(0),
+        quota=quota,
+        there=os.cpu_count() or 1,
+        threads=threads_asked() or min(share, thread_limit() or share),
+    )
+    ranks = allgather(comm, rank)
+    threads = min(rank.threads for rank in ranks)
+    return JobCores(share, quota, threads, scarcest_host(ranks))
 
 
 def threads_asked() -> int:
@@ -47,53 +99,25 @@ def core_share(comm: Comm) -> tuple[float, float]:
     return len(cores) / sharing, min(limits, default=math.inf)
 
 
-def decoding_threads(comm: Comm, device: str) -> int | None:
-    """Return how many threads of this rank decode JPEG files; None: as `Split` does. Collective.
-
-    On a GPU (`device` "cuda") they are as many as the rank's share of cores, which have little else
-    to do.
-    """
-    share = whole_cores(*core_share(comm))
-    return share if device == "cuda" else None
-
-
-class RankCores(NamedTuple):
-    """What a rank knows of cores."""
-
-    host: str
-    allowed: set[int]
-    main: set[int]  # on which its main thread may run: OpenMP may have bound it
-    quota: float  # its share of the CPU time of quotas, in cores
-    there: int  # on the host
-
-
-class HostCores(NamedTuple):
-    """The cores of the host that has the fewest per rank."""
-
-    hosts: tuple[str, ...]  # all of the job, sorted
-    ranks: int
-    allowed: int  # cores that its ranks may use together
-    cores: int  # of them by their quotas, at least 1
-    main: int  # on which their main threads may run
-    quota: float  # the CPU time, in cores, to which quotas limit its ranks together
-    there: int
-
-
-def scarcest_host(comm: Comm) -> HostCores:
-    """Return the cores of the host that has the fewest per rank. Collective."""
-    _, share = core_share(comm)
-    main, there = os.sched_getaffinity(0), os.cpu_count() or 1
-    gathered = allgather(comm, RankCores(socket.gethostname(), allowed_cores(), main, share, there))
-    names = dict.fromkeys(rank.host for rank in gathered)
+def scarcest_host(ranks: Sequence[RankCores]) -> HostCores:
+    """Return the cores of the host that has the fewest per rank."""
+    groups: dict[str, list[RankCores]] = {}
+    for rank in ranks:
+        groups.setdefault(rank.host, []).append(rank)
     hosts = []
-    for name in names:
-        ranks = [rank for rank in gathered if rank.host == name]
-        allowed = set[int]().union(*(rank.allowed for rank in ranks))
-        bound = set[int]().union(*(rank.main for rank in ranks))
-        quota = sum(rank.quota for rank in ranks)
-        cores = whole_cores(len(allowed), quota + 1e-6)  # a sum of thirds
-        counts = len(ranks), len(allowed), cores, len(bound), quota, ranks[0].there
-        hosts.append(HostCores(tuple(sorted(names)), *counts))
+    for group in groups.values():
+        allowed = len(set[int]().union(*(rank.allowed for rank in group)))
+        quota = sum(rank.quota for rank in group)
+        host = HostCores(
+            hosts=tuple(sorted(groups)),
+            ranks=len(group),
+            allowed=allowed,
+            cores=whole_cores(allowed, quota + 1e-6),  # a sum of thirds
+            main=len(set[int]().union(*(rank.main for rank in group))),
+            quota=quota,
+            there=group[0].there,
+        )
+        hosts.append(host)
     return min(hosts, key=lambda host: host.cores / host.ranks)
 
 

@@ -48,7 +48,7 @@ from hpctrain.parallel.device import (
     place,
     unused_gpus_note,
 )
-from hpctrain.parallel.hosts import core_notes, decoding_threads, fair_threads, scarcest_host
+from hpctrain.parallel.hosts import core_notes, share_cores
 from hpctrain.parallel.mpi import (
     Comm,
     agreed,
@@ -98,16 +98,16 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         check_data(config, pack)
     with on_all(comm):
         device = choose_device(config.device, comm_of_host(comm).rank)
-    decoders = decoding_threads(comm, device.type)
+    cores = share_cores(comm)
     with on_all(comm):
+        decoders = cores.decoding_threads(device.type)
         train = Split(pack, "train", decoders, config.verify)
     if pack.fit:
         from hpctrain.data.images import decoder_versions  # imports Pillow
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     keep_memory()
-    threads = cpu_threads(config, fair_threads(comm), begun)
-    host = scarcest_host(comm)
+    threads = cpu_threads(config, cores.threads, begun)
     torch.set_num_threads(threads)  # launchers set 1 or all cores
     with on_all(comm):
         check_threads(threads)
@@ -193,7 +193,8 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         drawn,
         images_note(pack),
     )
-    crowded = core_notes(host, threads, "--threads" if config.threads else "OMP_NUM_THREADS")
+    asked_by = "--threads" if config.threads else "OMP_NUM_THREADS"
+    crowded = core_notes(cores.scarcest, threads, asked_by)
     return Run(
         config=config,
         facts=facts,
@@ -207,7 +208,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
         prepare=prepare,
         init=init,
-        host=host,
+        host=cores.scarcest,
         notes=[*crowded, *(str(text) for text in texts if text)],
     )
 
