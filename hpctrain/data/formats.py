@@ -40,6 +40,7 @@ EXTRACT = "extract its frames as PNG or JPEG"
 ARRAYS = "write its values into an HDF5 file"
 FETCH = "fetch the image itself"
 MARKUP = rb"(\xef\xbb\xbf)?\s*"  # what may stand before it
+UNPACK = "unpack it, and give the folder"
 FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "HEIC", CONVERT),
     (rb".{4}ftypavi[fs]", "a damaged AVIF, or one that Pillow does not read", CONVERT),
@@ -51,15 +52,20 @@ FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb"SIMPLE  =", "FITS", ARRAYS),
     (rb"v/1\x01", "OpenEXR", ARRAYS),
     (rb"#\?RADIANCE", "Radiance HDR", ARRAYS),
-    (rb"\x93NUMPY|MATLAB 5.0", "arrays of NumPy or MATLAB", ARRAYS),
-    (rb"\x89HDF", "HDF5", "train on it directly"),
+    (rb"\x93NUMPY|MATLAB 5.0", "arrays of NumPy or MATLAB", "hpctrain.write_pack packs them"),
+    (rb"\x89HDF", "HDF5", "train on it by --data"),
+    (rb"PAR1", "a table of Parquet", "save it as CSV"),
     (rb"%PDF-", "PDF", CONVERT),
     (rb"%!PS|\xc5\xd0\xd3\xc6", "PostScript", CONVERT),
     (rb"8BPS", "Photoshop", CONVERT),
     (rb"P7\n", "PAM", CONVERT),
     (rb"\0\0[\x01\x02]\0", "ICO, CUR or TGA", CONVERT),
     (rb"DDS |qoif|BPG\xfb|\x8aMNG|gimp xcf", "DDS, QOI, BPG, MNG or XCF", CONVERT),
-    (rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf|Rar!|BZh|\xfd7zXZ", "compressed files", "unpack it"),
+    (rb"7z\xbc\xaf", "a .7z archive", UNPACK),
+    (rb"Rar!", "a .rar archive", UNPACK),
+    (rb"\x04\x22\x4d\x18|LZIP|\x1f\x9d", "compressed by LZ4, lzip or compress", UNPACK),
+    (rb"\x28\xb5\x2f\xfd", "compressed by Zstandard", UNPACK),
+    (rb"PK\x03\x04|\x1f\x8b|BZh|\xfd7zXZ", "a compressed file", "unpack it"),
     (rb"\0\x05\x16\x07", "AppleDouble (metadata of macOS)", "remove it"),
     (rb"version https://git-lfs", "pointer of Git LFS", FETCH),
     (rb"ZISRAWFILE|\xda\xce\xbe\n", "CZI or ND2 of a microscope", CONVERT),
@@ -75,7 +81,7 @@ FOREIGN = (  # a pattern of the first bytes, what it is, what to do
         f"remove it, or {FETCH}",
     ),
 )
-UNREADABLE = (  # likewise, if Pillow cannot identify it
+UNIDENTIFIED = (  # likewise, if Pillow cannot identify it
     (rb"\xff\xd8\xff", "a JPEG of 12 bits, or a damaged one", CONVERT),
     (
         rb"II[*+]\0|MM\0[*+]",
@@ -154,11 +160,7 @@ def open_image(data: bytes) -> ImageFile:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:  # of many types
-        start = data[:SIGNATURE_BYTES]
-        reason = match_signature(start, FOREIGN)
-        if not reason and isinstance(error, Image.UnidentifiedImageError):
-            reason = match_signature(start, UNREADABLE) or "not an image of a known format"
-        raise ValueError(reason or first_line(error)) from error
+        raise ValueError(explain_error(data, error)) from error
     if image.format == "TIFF":
         choose_page(image)
         check_tiff(image)
@@ -225,13 +227,23 @@ def is_decoded_from(image: ImageFile, file: ScanFile) -> bool:
     return file.is_needed
 
 
-def match_signature(start: bytes, signatures: Sequence[tuple[bytes, str, str]]) -> str:
-    """Return which format begins with these bytes and what to do with it; "" if it is not known."""
-    if not start:
+def explain_error(data: bytes, error: Exception) -> str:
+    """Return why Pillow, which raised this error, does not open a file."""
+    if not data:
         return "the file is empty"
+    is_identified = not isinstance(error, Image.UnidentifiedImageError)
+    name = name_format(data, FOREIGN if is_identified else (*FOREIGN, *UNIDENTIFIED))
+    if name:
+        return f"not a readable image but {name}"
+    return first_line(error) if is_identified else "not an image of a known format"
+
+
+def name_format(data: bytes, signatures: Sequence[tuple[bytes, str, str]] = FOREIGN) -> str:
+    """Return which format a file is by its first bytes, and what to do with it, or ""."""
+    start = data[:SIGNATURE_BYTES]
     for pattern, name, advice in signatures:
         if re.match(pattern, start, re.DOTALL | re.IGNORECASE):
-            return f"not a readable image but {name}: {advice}"
+            return f"{name}: {advice}"
     return ""
 
 

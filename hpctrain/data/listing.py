@@ -32,6 +32,7 @@ from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
 
+from hpctrain.data.formats import name_format
 from hpctrain.data.images import BadImage
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, counted, listed_names
@@ -53,19 +54,7 @@ SYSTEM_ENDINGS = (
     *("@synoeastream", "@synoresource"),  # Synology
 )
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # modules that read them
-FOREIGN = {  # formats that are named and not read
-    b"7z\xbc\xaf\x27\x1c": "a .7z archive",
-    b"Rar!": "a .rar archive",
-    b"\x28\xb5\x2f\xfd": "compressed by Zstandard",
-    b"\x04\x22\x4d\x18": "compressed by LZ4",
-    b"\x1f\x9d": "compressed by compress",
-    b"LZIP": "compressed by lzip",
-}
-OTHER_FILES = {
-    b"\x89HDF": "an HDF5 file: train on it as it is, by --data",
-    b"PAR1": "a table of Parquet: save it as CSV",
-    b"\x93NUMPY": "an array of NumPy: hpctrain.write_pack makes a pack of arrays",
-}
+ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins an empty archive
 ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 MOST_BYTES = 4 << 30  # of an image file: far above Pillow's limit on pixels
 
@@ -175,8 +164,7 @@ def list_folder(path: str) -> Listing:
 def is_archive(path: str) -> bool:
     """Whether a file begins as an archive or a compressed file does. Raises OSError."""
     start = read_start(path)
-    magic = (b"PK\x03\x04", b"PK\x05\x06", *COMPRESSED, *FOREIGN)
-    return start.startswith(magic) or start[257:262] == b"ustar"
+    return start.startswith((*ZIP, *COMPRESSED)) or start[257:262] == b"ustar"
 
 
 def list_archive(path: Path, scratch: IO[bytes]) -> Listing:
@@ -187,18 +175,14 @@ def list_archive(path: Path, scratch: IO[bytes]) -> Listing:
     listing = Listing("tar", str(path.resolve()))
     try:
         start = read_start(str(path))
-        for magic, text in FOREIGN.items():
-            if start.startswith(magic):
-                raise UsageError(f"source {path} is {text}: unpack it, and give the folder")
-        for magic, text in OTHER_FILES.items():
-            if start.startswith(magic):
-                raise UsageError(f"source {path} is {text}")
         for magic, module in COMPRESSED.items():
             if start.startswith(magic):
                 with import_module(module).open(path) as stream:
                     shutil.copyfileobj(stream, scratch, 2**20)
                 scratch.flush()
                 listing.root = f"/proc/{os.getpid()}/fd/{scratch.fileno()}"
+                start = read_start(listing.root)
+                break
         if start.startswith(b"PK"):
             listing.kind = "zip"
             _add_members(listing, _zip_members(listing))
@@ -211,7 +195,7 @@ def list_archive(path: Path, scratch: IO[bytes]) -> Listing:
             raise
         why = getattr(error, "strerror", None) or brief(error)
         if isinstance(error, tarfile.ReadError) and not listing.rows and not listing.folders:
-            why = f"it is none of them ({why})"
+            why = f"it is {name_format(start) or f'none of them ({why})'}"
         raise UsageError(
             f"source {path} cannot be read as a folder, archive (.tar, .tgz, .zip) or table"
             f" (.csv, .tsv, .txt): {why}"
