@@ -45,7 +45,7 @@ from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import FLOATS, FULL, Scale, is_unit
 from hpctrain.data.split import NOT_FINITE, File, Split, as_bytes
 from hpctrain.errors import RunError, UsageError, first_line
-from hpctrain.text import listed, printable
+from hpctrain.text import brief, listed, printable
 
 with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # registers its filters: Blosc, Zstandard, Bitshuffle, ...
@@ -241,7 +241,8 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
             if unused:
                 notes.append(f"{listed(unused)} of {data.name} are not applied")
     first = next(iter(found))
-    path, images, values = found[first].path, found[first].images, np.unique(labels[first])
+    images = found[first].images
+    values = np.unique(labels[first])
     for split, info in found.items():
         kind, of_train = ((each.shape[1:], each.dtype) for each in (info.images, images))
         if kind != of_train:
@@ -373,7 +374,9 @@ def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
     if values.ndim == 2 and len(values) == samples and values.shape[1] > 1:
         hot = ((values == 1).sum(axis=1) == 1) & ((values != 0).sum(axis=1) == 1)
         if not hot.all():
-            raise Unusable(f"{name} are not one-hot: row {hot.argmin()} is not a single 1")
+            row = int(hot.argmin())
+            why = f"row {row} is {brief(values[row].tolist())}, not a single 1"
+            raise Unusable(f"{name} are not one-hot: {why}; write the class of each image, (N,)")
         values = values.argmax(axis=1)
     values = one_each(values, name, samples)
     with np.errstate(invalid="ignore"):  # of NaN
@@ -387,7 +390,11 @@ def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
 
 def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
     """Read labels that are strings, (N,); strings of whole numbers as int64. Raises Unusable."""
-    name, texts = f"the labels {data.name}", data.asstr("utf-8", "surrogateescape")[...]
+    name = f"the labels {data.name}"
+    try:
+        texts = data.asstr("utf-8")[...]
+    except UnicodeDecodeError as error:
+        raise Unusable(f"{name} are not UTF-8, such as {error.object!r}: write them anew") from None
     names = one_each(np.array(texts, str), name, samples)
     empty = names == ""
     if empty.any():
@@ -407,7 +414,7 @@ def one_each(values: np.ndarray, name: str, samples: int) -> np.ndarray:
     """Return labels of one value per image as (N,), whatever axes there are. Raises Unusable."""
     if values.size != samples or max(values.shape) != samples:
         wanted = f"({samples},) or one-hot ({samples}, K)"
-        raise Unusable(f"{name} have shape {values.shape}, and the images need {wanted}")
+        raise Unusable(f"{name} have shape {values.shape}, and {samples:,} images need {wanted}")
     return values.reshape(-1)
 
 
@@ -437,7 +444,7 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
         splits = _assign_blocks(labels, shares, block_rows, how.seed)
         way = f", drawn in blocks of {block_rows:,} images"
         if images.chunk_rows > 1:
-            advice = chunk_advice(images, pack.path)
+            advice = chunk_advice(images, pack.splits["train"].path)
     else:
         splits = assign(labels, shares, how.seed)
     drawn = {

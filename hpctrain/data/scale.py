@@ -17,7 +17,7 @@ FLOATS = ("float16", "float32", "float64")
 DARK = 16.0  # with larger floats in the training, those in [0, 1] were divided by something
 ROUNDING = 1e-3  # of float16
 UNLIKE = 4.0  # ratio of largest values that is noted
-SPARE = 2.0  # how many times larger than in the training values may be
+FAR = 8.0  # how many times larger than in the training stored values may be; 16 bits of 12 are 16
 
 
 def is_unit(low: float, high: float) -> bool:
@@ -115,7 +115,7 @@ class Scale(NamedTuple):
             return False  # divided by something else before
         if self.dtype in FLOATS and self.divisor == 1:
             return True  # --max-value 1 of floats says nothing of the largest
-        return high <= SPARE * max(self.high, self.divisor)
+        return high <= FAR * max(self.high, self.divisor)
 
     def _refuse(self, what: str) -> NoReturn:
         """Raise UsageError with what can be given to this network."""

@@ -468,8 +468,8 @@ def _begins_as_archive(path: Path) -> bool:
 
 
 def say_range(images: Images, scale: Scale, reach: float) -> None:
-    """Print a line if images with values up to `reach` are far darker than those of a training."""
-    if 0 < reach * UNLIKE < scale.reach:
+    """Print a line if images with values up to `reach` have another range than a training."""
+    if 0 < reach * UNLIKE < scale.reach or reach > UNLIKE * scale.reach:
         here = f"the largest value of {counted(len(images), 'image')} is {reach * scale.divisor:g}"
         say(f"{here}; the training was on {scale}", sys.stderr)
 

@@ -23,7 +23,7 @@ from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import External, Pack, SplitInfo, images_note, read_pack
 from hpctrain.data.partition import assign_shards, random_key
-from hpctrain.data.scale import SPARE, Scale
+from hpctrain.data.scale import UNLIKE, Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model, require_split
@@ -314,7 +314,7 @@ def make_model(
 
 def check_normalized(scaling: Scaling, pack: Pack) -> None:
     """Raise UsageError for mean and std, which are of images in [0, 1], of far other images."""
-    if scaling and (pack.scale.low < 0 or pack.scale.reach > SPARE):
+    if scaling and (pack.scale.low < 0 or pack.scale.reach > UNLIKE):
         text = f"are of images in [0, 1], and {pack.path} holds {pack.scale}"
         raise UsageError(f"mean and std {text}: give another --max-value, or --normalize unit")
 

@@ -230,6 +230,7 @@ def test_a_file_of_links_joins_images_and_labels_in_files_of_their_own(tmp_path)
             for part in "xy":
                 file[f"{name}/{part}"] = h5py.ExternalLink(f"p_{name}_{part}.h5", part)
     pack = read(tmp_path / "p.h5", "{split}/x", "{split}/y")
+    assert pack.path == str(tmp_path / "p.h5")  # that `evaluate` opens again
     for name, rows in zip(SPLITS, parts.values(), strict=True):
         assert as_set(*contents(pack, name)) == as_set(IMAGES[rows], LABELS[rows])
     with h5py.File(tmp_path / "p.h5", "r+") as file:
@@ -364,7 +365,12 @@ BAD = {  # a data set, its values or what makes it, and what is named beside the
     "one name in two forms": ("y", np.array(["e\u0301", "\xe9"], object)[LABELS % 2], r"\xe9"),
     "a name and a space": ("y", np.array([b"ant", b"ant "])[LABELS % 2], "'ant '"),
     "a null": ("x", h5py.Empty("u1"), "/x"),
-    "half hot": ("y", changed(np.eye(CLASSES)[LABELS], 5, 0.5), "row 5"),
+    "half hot": ("y", changed(np.eye(CLASSES)[LABELS], 5, 0.5), "row 5 is [0.5, 0.5, 0.5, 0.5]"),
+    "code page 1252": (
+        "y",
+        np.array([b"Ant", b"B\xe4r"])[LABELS % 2],
+        "not UTF-8, such as b'B\\xe4r'",
+    ),
     "NaN label": ("y", changed(LABELS.astype("f4"), 5, np.nan), "row 5"),
     "large label": ("y", changed(LABELS.astype("f8"), 5, 2.0**60), "row 5"),
     "complex labels": ("y", LABELS * 1j, "complex128"),
