@@ -215,6 +215,7 @@ def test_avif_of_more_than_8_bits_is_said_to_be():
     assert changed == {"SIXTEEN_BITS"} and changes.largest > 250 * 257
 
 
+REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in zlib.compress(GRAYS.tobytes()))
 MASKS = struct.pack("<3I", 0xF800, 0x7E0, 0x1F)  # of red, green and blue
 BITMAP_565 = (
     b"BM"
@@ -230,6 +231,7 @@ SAME = {
     "planes of 8 bits": (tiff(tiff_page(PIXELS, 2, planar=True)), PIXELS),
     "several strips": (saved(PICTURE, "TIFF", tiffinfo={278: 2}, compression="tiff_lzw"), PIXELS),
     "deflated": (saved(PICTURE, "TIFF", compression="tiff_adobe_deflate"), PIXELS),
+    "deflated, bits reversed": (deflated_tiff(GRAYS, REVERSED, t266=2), GRAYS),
     "deflated, with more": (deflated_tiff(GRAYS, zlib.compress(GRAYS.tobytes() + b"x")), GRAYS),
     "packed bits": (saved(PICTURE, "TIFF", compression="packbits"), PIXELS),
     "BigTIFF": (saved(PICTURE, "TIFF", big_tiff=True), PIXELS),

@@ -132,8 +132,8 @@ def tiff_of_12_bits(values: np.ndarray) -> bytes:
     return tiff(tiff_page(packed, t256=values.shape[1], t258=12))
 
 
-def deflated_tiff(pixels: np.ndarray, stream: bytes) -> bytes:
+def deflated_tiff(pixels: np.ndarray, stream: bytes, **others: int) -> bytes:
     """A TIFF file of (H, W) uint8 pixels, whose only strip is this zlib stream."""
     height, width = pixels.shape
-    tags = {"t256": width, "t257": height, "t259": 8, "t278": height}
+    tags = {"t256": width, "t257": height, "t259": 8, "t278": height, **others}
     return tiff(tiff_page(np.frombuffer(stream, np.uint8)[None], **tags))
