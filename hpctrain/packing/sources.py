@@ -46,8 +46,11 @@ from hpctrain.text import brief, counted, listed, listed_names
 
 SPLIT_NUMBERS = {name: i for i, names in enumerate(ALIASES.values()) for name in names}
 UNLABELLED = ("pred", "prediction", "predictions", "unlabeled", "unlabelled")  # beside splits
-IMAGE_FOLDERS = ("images", "imgs", "image", "img", "data")  # which name no class
-ANNOTATIONS = ("labels", "annotations", "masks")
+IMAGE_FOLDERS = ("images", "imgs", "image", "img", "jpegimages", "data")  # which name no class
+ANNOTATIONS = (
+    *("labels", "label", "annotations", "annotation", "masks", "mask"),
+    *("segmentationclass", "segmentationobject", "ground_truth", "groundtruth"),
+)
 TABLES = (".csv", ".tsv", ".txt")
 MOST_CHARACTERS = 1000  # of a label or a group
 COLUMNS = ("path", "label", "split", "group")  # of a table
@@ -177,7 +180,8 @@ def read_class_folders(listing: Listing, where: str) -> Source:
     roles = _class_folders(paths, roots, listing)
     classes = class_order(name for name, _ in roles.values())
     words = {name.lower() for name in classes}
-    if words & {*IMAGE_FOLDERS} and words & {*ANNOTATIONS}:
+    like_splits = [name for name in classes if split_number(name) != NO_SPLIT]
+    if words & {*ANNOTATIONS} and (words & {*IMAGE_FOLDERS} or like_splits):
         raise UsageError(f"{where} holds no class folders, but {listed_names(classes)}: {ADVICE}")
     label_of = {name: label for label, name in enumerate(classes)}
     names = [name for name, folder in zip(files, within, strict=True) if folder in roles]
@@ -189,6 +193,10 @@ def read_class_folders(listing: Listing, where: str) -> Source:
     if empty:
         raise UsageError(
             f"class folders of {where} hold no file to train on: {listed_names(empty)}"
+        )
+    if like_splits:
+        listing.notes.append(
+            f"named like splits, but taken as classes: {listed_names(like_splits)}"
         )
     listing.note_hidden()
     listing.add_note("left out, since outside of class folders", {*files}.difference(names))
@@ -308,9 +316,11 @@ def _refuse_other_roles(
     alike = [_similar_splits(name, numbers) for name in tree]
     if all(alike) and 0 in set().union(*alike):
         raise UsageError(f"holds folders that look like splits ({shown})")
-    if any(tree.values()) and len({frozenset(below) for below in tree.values()}) == 1:
-        inside = listed_names(next(iter(tree.values())), 3)
-        raise UsageError(f"holds folders ({shown}) that all hold the same ones ({inside})")
+    inside = {tuple(sorted(below)) for below in tree.values()}
+    names = inside.pop()
+    if not inside and not {name.lower() for name in names} <= {*IMAGE_FOLDERS}:
+        same = listed_names(names, 3)
+        raise UsageError(f"holds folders ({shown}) that all hold the same ones ({same})")
 
 
 def _similar_splits(name: str, numbers: Mapping[str, int]) -> set[int]:

@@ -62,6 +62,7 @@ FOLDERS = {  # the files of a source, and the class of each; None = ignored
         "dogs/2019/1.png": "dogs",
         "dogs/2020/1.png": "dogs",
     },
+    "a folder of images in each class": {"train/a/images/1.png": "a", "train/b/images/1.png": "b"},
     "a class of the name of a split": {
         "bus/1.png": "bus",
         "car/1.png": "car",
@@ -119,6 +120,8 @@ def test_folders_of_the_names_of_splits_are_splits(tmp_path, refusal, names):
         ["pets/train/a/1.png", "pets/test/a/2.png", "docs/1.png"],
         ["a/train/1.png", "a/test/2.png", "b/train/x/3.png"],
         ["images/1.png", "labels/1.txt"],
+        ["JPEGImages/1.png", "SegmentationClass/1.png"],
+        ["train2017/1.png", "annotations/1.json", "val2017/2.png"],
         ["train/images/1.png", "train/labels/1.txt", "test/images/1.png"],
         ["1_train/a/1.png", "2_val/b/1.png"],
     ],
@@ -144,7 +147,9 @@ def test_what_has_no_label_stands_beside_splits(tmp_path, capfd):
 
 def test_a_source_of_one_class_is_said(tmp_path, capfd):
     make_pack(tree(tmp_path / "images", ["train/cat.1.png"]), tmp_path / "a.h5", split="1")
-    assert "all images are of one class, train" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "all images are of one class, train" in said
+    assert "named like splits, but taken as classes: train\n" in said
 
 
 def test_sources_without_classes_are_refused(tmp_path, refusal):
