@@ -10,16 +10,17 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from hpctrain.config import ClassWeights, Config, Every
-from hpctrain.config.functions import is_own, source_files
+from hpctrain.config.functions import Imported, is_own, source_files
 from hpctrain.cores import check_threads
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
+from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import External, Pack, SplitInfo, images_note, read_pack
 from hpctrain.data.partition import assign_shards, random_key
@@ -39,7 +40,7 @@ from hpctrain.models import (
 from hpctrain.models.init import Scaling
 from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.builtin import locate
-from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import (
     choose_device,
     crashing_in_nhwc,
@@ -48,7 +49,7 @@ from hpctrain.parallel.device import (
     place,
     unused_gpus_note,
 )
-from hpctrain.parallel.hosts import core_notes, share_cores
+from hpctrain.parallel.hosts import JobCores, core_notes, share_cores
 from hpctrain.parallel.mpi import (
     Comm,
     agreed,
@@ -62,6 +63,7 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.transport import open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.tasks import (
+    Task,
     augment_by,
     check_augment,
     import_own,
@@ -82,6 +84,32 @@ NOTED_BYTES = 1 << 30  # on each rank for what is kept of samples; if it is more
 SORTED_BYTES = 48  # of a sample while --balanced-sampling sorts samples by class
 
 
+class Source(NamedTuple):
+    """What a rank reads samples from, and computes on."""
+
+    pack: Pack
+    train: Split
+    device: torch.device
+    cores: JobCores
+    threads: int  # of torch
+
+
+class Network(NamedTuple):
+    """The network before its first step, and what it learns."""
+
+    config: Config  # with the memory format in which the network can be trained
+    norms: BatchNorms
+    task: Task
+    init: InitialWeights | None
+    augment: Imported | None  # function of --augment
+    dtype: torch.dtype  # of images
+    weights: tuple[float, ...]  # of classes
+    scaling: Scaling
+    prepare: Prepare  # without augmentation
+    is_nchw: bool  # chosen because NHWC crashes
+    notes: list[str]
+
+
 def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) -> Run:
     """Set up a run from a configuration without conflicts. Collective.
 
@@ -91,110 +119,45 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     error on all ranks.
     """
     begun = earlier.plan if earlier else None
+    source = open_source(config, comm, begun)
+    network = make_network(config, comm, source, earlier)
+    config = network.config
+    pack = source.pack
+    device = source.device
+    prepare = network.prepare
 
-    # Data and device
-    pack = on_root(comm, find_pack, config)
-    with on_all(comm):
-        check_data(config, pack)
-    with on_all(comm):
-        device = choose_device(config.device, comm_of_host(comm).rank)
-    cores = share_cores(comm)
-    with on_all(comm):
-        decoders = cores.decoding_threads(device.type)
-        train = Split(pack, "train", decoders, config.verify)
-    if pack.fit:
-        from hpctrain.data.images import decoder_versions  # imports Pillow
-
-        check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
-    keep_memory()
-    threads = cpu_threads(config, cores.threads, begun)
-    torch.set_num_threads(threads)  # launchers set 1 or all cores
-    with on_all(comm):
-        check_threads(threads)
-
-    # Network: what it learns, how its input is scaled, what it does with the first samples
-    with on_all(comm):
-        model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
-    config, nchw = choose_memory_format(config, model, device, comm, resumed=begun is not None)
-    place(model, device, config.channels_last)
-    with on_all(comm):
-        frozen = freeze(model, config.freeze)
-        check_types(model)
-        like = input_like(model)
-    weights = on_root(comm, find_class_weights, config.class_weights, train)
-    precision = begun.precision if begun else config.precision
-    resolved = {"precision": precision, "class_weights": weights}
-    with on_all(comm):
-        own = import_own(config.loss, "--loss"), import_own(config.metric, "--metric")
-        function = import_own(config.augment, "--augment")
-        task = make_task({**vars(config), **resolved}, len(pack.classes), like, *own)
-        scaling, why = choose_scaling(config, begun, pack, model, init)
-        check_normalized(scaling, pack)
-        norms = BatchNorms(model, config.batch_norm)
-    if code := source_files(vars(config)):
-        check_equal_on_all(comm, code)
-    prepare = make_prepare(device, like.dtype, config.channels_last, scaling)
-    probe = on_root(comm, probe_model, norms, task, train, prepare, config)
-
-    # Plan
-    facts = Facts(
-        ranks=comm.size,
-        device=device.type,
-        threads=threads,
-        rows=len(train),
-        image_shape=pack.image_shape,
-        row_bytes=train.stored_bytes if config.random_crop else pack.image_bytes,
-        classes=len(pack.classes),
-        pack_uuid=pack.uuid,
-        min_samples=probe.min_samples,
-        block_rows=pack.block_rows,
-        chunk_rows=pack.splits["train"].images.chunk_rows,
-        class_weights=weights,
-        scaling=scaling,
-    )
-    plan = on_root(comm, lambda: extend(begun, config, facts) if begun else resolve(config, facts))
-    if nchw:  # chosen here: the same command, without --no-channels-last, resumes the run
-        chosen = tuple(name for name in plan.chosen if name != "channels_last")
-        plan = dataclasses.replace(plan, chosen=chosen)
-    sizes = [info.samples for name, info in pack.splits.items() if name != "train"]
-    on_root(comm, check_sizes, norms, task, train, prepare, plan, sizes)
+    # The plan, for which the network is tested with the first samples
+    probe = on_root(comm, probe_model, network.norms, network.task, source.train, prepare, config)
+    facts = collect_facts(config, comm, source, network, probe)
+    plan = on_root(comm, make_plan, facts, source, network, begun)
+    on_host = comm_of_host(comm).size
     with on_all(comm):
         shards = assign_shards(plan.shards, comm.size, config.worker_load or ())
+        memory = check_memory(config, plan, pack.splits["train"], on_host)
 
     # Message, reduction and optimizer
-    norms.start(probe)
+    network.norms.start(probe)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the probe took: NCCL and CuPy allocate beside torch
     transport = open_transport(comm, device, config.reduce)
-    trainer = Trainer(norms, task, config, plan, transport, shards)
+    trainer = Trainer(network.norms, network.task, config, plan, transport, shards)
 
     # Loader
-    on_host, own_shards = comm_of_host(comm).size, shards[comm.rank]
-    with on_all(comm):
-        kept = check_memory(config, plan, pack.splits["train"], on_host)
-    train, order = open_order(config, plan, train, own_shards, comm)
-    drawn = balance_note(order, own_shards, pack.classes, comm)
-    augmentation = Augmentation(config.flip, config.shift)
-    augmented = make_prepare(device, like.dtype, config.channels_last, scaling, augmentation)
-    if function:
-        rows, key = np.arange(min(FIRST_ROWS, len(train))), random_key("own functions")
-        on_root(comm, lambda: check_augment(function, read_samples(train, rows, augmented), key))
-        augmented = partial(augment_by, function, augmented)
+    own_shards = shards[comm.rank]
+    train, order = open_order(config, plan, source.train, own_shards, comm)
+    balance = balance_note(order, own_shards, pack.classes, comm)
+    augmented = prepare_augmented(network, train, device, comm)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
-    texts = (
+    asked_by = "--threads" if config.threads else "OMP_NUM_THREADS"
+    notes = (
+        *core_notes(source.cores.scarcest, source.threads, asked_by),
         transport.note,
         unused_gpus_note(config.device, device),
-        nchw,
-        init,
-        scale_note(init, pack),
-        why,
-        frozen,
-        kept,
-        drawn,
+        *network.notes,
+        memory,
+        balance,
         images_note(pack),
     )
-    asked_by = "--threads" if config.threads else "OMP_NUM_THREADS"
-    crowded = core_notes(cores.scarcest, threads, asked_by)
     return Run(
         config=config,
         facts=facts,
@@ -203,14 +166,140 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         shards=shards,
         pack=pack,
         splits={"train": train},
-        task=task,
+        task=network.task,
         trainer=trainer,
-        loader=Loader(train, order, own_shards, augmented, task.pair, plan.epochs, options),
+        loader=Loader(train, order, own_shards, augmented, network.task.pair, plan.epochs, options),
         prepare=prepare,
-        init=init,
-        host=cores.scarcest,
-        notes=[*crowded, *(str(text) for text in texts if text)],
+        init=network.init,
+        host=source.cores.scarcest,
+        notes=[text for text in notes if text],
     )
+
+
+def open_source(config: Config, comm: Comm, begun: Plan | None) -> Source:
+    """Open the training split, choose the device, and set the threads of torch. Collective."""
+    pack = on_root(comm, find_pack, config)
+    local_rank = comm_of_host(comm).rank
+    with on_all(comm):
+        check_data(config, pack)
+        device = choose_device(config.device, local_rank)
+    cores = share_cores(comm)
+    threads = cpu_threads(config, cores.threads, begun)
+    with on_all(comm):
+        train = Split(pack, "train", cores.decoding_threads(device.type), config.verify)
+        torch.set_num_threads(threads)  # launchers set 1 or all cores
+        check_threads(threads)
+    keep_memory()
+    return Source(pack, train, device, cores, threads)
+
+
+def make_network(
+    config: Config, comm: Comm, source: Source, earlier: PreviousLaunch | None
+) -> Network:
+    """Make the network on the device, and what it learns: its task and scaling. Collective."""
+    pack = source.pack
+    device = source.device
+    begun = earlier.plan if earlier else None
+    with on_all(comm):
+        model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
+        frozen = freeze(model, config.freeze)
+        check_types(model)
+    config, nchw = choose_memory_format(config, model, device, comm, resumed=begun is not None)
+    place(model, device, config.channels_last)
+    like = input_like(model)
+    weights = on_root(comm, find_class_weights, config.class_weights, source.train)
+    precision = begun.precision if begun else config.precision
+    resolved = {"precision": precision, "class_weights": weights}
+    with on_all(comm):
+        loss = import_own(config.loss, "--loss")
+        metric = import_own(config.metric, "--metric")
+        augment = import_own(config.augment, "--augment")
+        task = make_task({**vars(config), **resolved}, len(pack.classes), like, loss, metric)
+        scaling, why = choose_scaling(config, begun, pack, model, init)
+        check_normalized(scaling, pack)
+        norms = BatchNorms(model, config.batch_norm)
+    compare_code(config, pack, comm)
+    return Network(
+        config=config,
+        norms=norms,
+        task=task,
+        init=init,
+        augment=augment,
+        dtype=like.dtype,
+        weights=weights,
+        scaling=scaling,
+        prepare=make_prepare(device, like.dtype, config.channels_last, scaling),
+        is_nchw=bool(nchw),
+        notes=[nchw, str(init or ""), scale_note(init, pack), why, frozen],
+    )
+
+
+def compare_code(config: Config, pack: Pack, comm: Comm) -> None:
+    """Raise UsageError if ranks have other files or libraries that results depend on. Collective.
+
+    These are the files of the user's own functions, timm, and what decodes JPEG files.
+    """
+    code = source_files(vars(config))
+    if pack.fit:
+        from hpctrain.data.images import decoder_versions  # imports Pillow
+
+        code["what decodes JPEG files"] = decoder_versions()
+    if code:
+        check_equal_on_all(comm, code)
+
+
+def collect_facts(
+    config: Config, comm: Comm, source: Source, network: Network, probe: Probe
+) -> Facts:
+    """Return what the plan follows from, beside the settings."""
+    pack = source.pack
+    train = source.train
+    return Facts(
+        ranks=comm.size,
+        device=source.device.type,
+        threads=source.threads,
+        rows=len(train),
+        image_shape=pack.image_shape,
+        row_bytes=train.stored_bytes if config.random_crop else pack.image_bytes,
+        classes=len(pack.classes),
+        pack_uuid=pack.uuid,
+        min_samples=probe.min_samples,
+        block_rows=pack.block_rows,
+        chunk_rows=pack.splits["train"].images.chunk_rows,
+        class_weights=network.weights,
+        scaling=network.scaling,
+    )
+
+
+def make_plan(facts: Facts, source: Source, network: Network, begun: Plan | None) -> Plan:
+    """Return the plan, that of `begun` if it is resumed; test the network in its sizes (rank 0)."""
+    config = network.config
+    plan = extend(begun, config, facts) if begun else resolve(config, facts)
+    if network.is_nchw:  # chosen here: the same command, without --no-channels-last, resumes
+        chosen = tuple(name for name in plan.chosen if name != "channels_last")
+        plan = dataclasses.replace(plan, chosen=chosen)
+    evaluated = [info.samples for name, info in source.pack.splits.items() if name != "train"]
+    prepare = network.prepare
+    check_sizes(network.norms, network.task, source.train, prepare, plan, evaluated)
+    return plan
+
+
+def prepare_augmented(network: Network, train: Split, device: torch.device, comm: Comm) -> Prepare:
+    """Return how batches become augmented inputs; a function of --augment is tested. Collective."""
+    config = network.config
+    augmentation = Augmentation(config.flip, config.shift)
+    layout = config.channels_last
+    augmented = make_prepare(device, network.dtype, layout, network.scaling, augmentation)
+    function = network.augment
+    if function is None:
+        return augmented
+
+    def check() -> None:
+        rows = np.arange(min(FIRST_ROWS, len(train)))
+        check_augment(function, read_samples(train, rows, augmented), random_key("own functions"))
+
+    on_root(comm, check)
+    return partial(augment_by, function, augmented)
 
 
 def use_network_of_init(config: Config) -> Config:
