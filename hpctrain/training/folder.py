@@ -140,13 +140,13 @@ def stretched(run: Run, epochs: int) -> str:
     config, plan, step = run.config, run.plan, run.progress.step
     if not step:
         return ""
-    before = learning_rate(config, dataclasses.replace(plan, epochs=epochs), step - 1)
-    now = learning_rate(config, plan, step - 1)
-    if math.isclose(before, now, rel_tol=1e-3):
+    last = learning_rate(config, dataclasses.replace(plan, epochs=epochs), step - 1)
+    if math.isclose(last, learning_rate(config, plan, step - 1), rel_tol=1e-3):
         return ""
+    following = learning_rate(config, plan, step)
     return (
         f"the {config.schedule} schedule is stretched from {epochs} to {plan.epochs} epochs: the"
-        f" learning rate goes from {before:.3g} to {now:.3g}; to train on at a low rate, begin"
+        f" learning rate goes from {last:.3g} to {following:.3g}; to train on at a low rate, begin"
         f" another run with --init {config.run} --schedule constant --lr RATE"
     )
 
