@@ -56,7 +56,7 @@ SYSTEM_ENDINGS = (
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # modules that read them
 ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins an empty archive
 ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
-MOST_BYTES = 4 << 30  # of an image file: far above Pillow's limit on pixels
+MOST_BYTES = (2 << 30) - 4096  # of an image file: those of one read of Linux
 
 PLAIN = -1  # kinds of slices; others are compression methods of .zip
 ENCRYPTED = -2
@@ -445,10 +445,8 @@ def _read(descriptor: int, file_size: int, part: Slice) -> bytes:
     if size == -1:
         size = file_size
     if size > MOST_BYTES:
-        raise BadImage("larger than 4 GiB: no image")
+        raise BadImage("larger than 2 GiB: no image")
     data = os.pread(descriptor, size, start)
-    while len(data) < size and (more := os.pread(descriptor, size - len(data), start + len(data))):
-        data += more  # Linux reads at most 2 GiB at a time
     if part.size not in (-1, len(data)):
         raise BadImage("the archive was cut short")
     if part.kind == zipfile.ZIP_DEFLATED:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
+import numpy as np
+
 from hpctrain.errors import UsageError
 
 FULL = {"uint8": 255.0, "uint16": 65535.0}  # largest value of a type
@@ -23,6 +25,11 @@ FAR = 8.0  # how many times larger than in the training stored values may be; 16
 def is_unit(low: float, high: float) -> bool:
     """Whether values from `low` to `high` are in [0, 1], but for the rounding of float16."""
     return -ROUNDING <= low <= high <= 1 + ROUNDING
+
+
+def divide(values: np.ndarray, divisor: float) -> np.ndarray:
+    """Return values as float32 multiplied by 1 / divisor: bytes, by 255, as those of a pack are."""
+    return values.astype(np.float32) * np.float32(1 / divisor)
 
 
 class Scale(NamedTuple):
@@ -65,6 +72,25 @@ class Scale(NamedTuple):
         if self.divisor != 1:
             text += f", divided by {self.divisor:g}"
         return text
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """Return images of any type as the training had its own; bytes as such if `is_bytes`.
+
+        Floats may hold NaN or infinity. Raises UsageError if their scale is another, or cannot be
+        known.
+        """
+        if self.is_bytes and values.dtype == np.uint8:
+            return values
+        finite = values[np.isfinite(values)]
+        if not finite.size:
+            finite = np.zeros(1, values.dtype)
+        low = float(finite.min())
+        high = float(finite.max())
+        is_whole = bool((finite == np.round(finite)).all())
+        divisor = self.divisor_for(values.dtype.name, low, high, is_whole)
+        if divisor == 1 and values.dtype.name in FLOATS:
+            return values
+        return divide(values, divisor)
 
     def divisor_for(self, dtype: str, low: float, high: float, is_whole: bool = False) -> float:
         """Return what images of `dtype` with values from `low` to `high` are divided by.

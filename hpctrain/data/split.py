@@ -26,6 +26,7 @@ import numpy as np
 
 from hpctrain.data.pack import LAYOUTS, Pack, Stored, checksum
 from hpctrain.data.partition import READ_BYTES
+from hpctrain.data.scale import divide
 from hpctrain.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -346,7 +347,7 @@ class Split:
                 values = values.transpose(LAYOUTS[pack.layout]).reshape(images.shape)
                 if pack.divisor:  # with 255, values become what bytes of a pack become
                     with np.errstate(over="ignore", invalid="ignore"):  # `gather` reports these
-                        values = values.astype(np.float32) * np.float32(1 / pack.divisor)
+                        values = divide(values, pack.divisor)
                 images[...] = values
 
     def _decode(

@@ -31,7 +31,7 @@ from hpctrain.data.scale import FULL, Scale
 from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.files import whole_file, writing
 from hpctrain.inference.network import find_model
-from hpctrain.inference.trained import TrainedNetwork, scaled
+from hpctrain.inference.trained import TrainedNetwork
 from hpctrain.parallel.device import place
 from hpctrain.tasks import network_output
 from hpctrain.text import say
@@ -80,7 +80,7 @@ def main(settings: ExportConfig) -> int:
     model, known = place(network.model, network.device, channels_last=False), network.metadata
     shape, generator = (fixed or COMPARED, *network.image_shape), torch.Generator().manual_seed(0)
     images = draw_images(network.scale, shape, generator)
-    values = images.numpy() if network.scale.is_bytes else scaled(images.numpy(), network.scale)
+    values = network.scale.apply(images.numpy())
     inputs = network.inference.prepare(torch.from_numpy(values), 0).contiguous()
     logging.disable(logging.WARNING)  # of torch's exporter
     try:

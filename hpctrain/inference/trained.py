@@ -335,7 +335,7 @@ class Images:
             values, changes = decode_values(given, self._fit, self._scale.is_full)
         if changes.kinds & Change.SIXTEEN_BITS:
             self._check_16_bits(changes)
-        return (values if self._scale.is_bytes else scaled(values, self._scale)), changes
+        return self._scale.apply(values), changes
 
     def _check_16_bits(self, changes: Changes) -> None:
         """Raise UsageError for an image that was reduced to 8 bits if too little of it is left."""
@@ -346,22 +346,6 @@ class Images:
             levels = counted(changes.largest // 257 + 1, "gray level")
             text = f"its largest value is {changes.largest:,} of 65,535; as 8 bits"
             raise UsageError(f"{text}, {levels} would be left: give images of 8 bits")
-
-
-def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
-    """Return stored values, or floats, in the scale of a network: what its training made of them.
-
-    Raises UsageError if they have another scale, or one that cannot be known.
-    """
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        finite = np.zeros(1, values.dtype)
-    is_whole = bool((finite == np.round(finite)).all())
-    limits = float(finite.min()), float(finite.max())
-    divisor = scale.divisor_for(values.dtype.name, *limits, is_whole)
-    if divisor == 1 and values.dtype.name in FLOATS:
-        return values
-    return values.astype(np.float32) * np.float32(1 / divisor)
 
 
 def open_images(network: TrainedNetwork, given: Any) -> Images:
@@ -426,7 +410,7 @@ def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
         return array
     types = FLOATS if scale.is_bytes else (*FULL, *FLOATS)
     if kind in types and array.shape == shape:
-        return scaled(array, scale)
+        return scale.apply(array)
     values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
     ways = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
     if shape[2] not in PICTURE_CHANNELS:
