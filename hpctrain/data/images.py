@@ -51,6 +51,7 @@ from hpctrain.data.formats import (
     tiff_tags,
 )
 from hpctrain.errors import first_line
+from hpctrain.text import counted
 
 QUALITY = 95  # of images converted to JPEG
 REACH = 2  # scaled decoding keeps at least this many times the requested size
@@ -289,6 +290,17 @@ def probe(data: bytes) -> tuple[int, int, bool]:
     if _orientation(image, Changes()) in SIDEWAYS:
         width, height = height, width
     return width, height, has_colour
+
+
+def few_gray_levels(largest: int) -> str:
+    """Return what 8 bits would keep of images whose largest value, of 65,535, is this.
+
+    It is "" if that is a quarter of the gray levels or more.
+    """
+    if largest >= DEEP_ENOUGH:
+        return ""
+    levels = counted(largest // 257 + 1, "gray level")
+    return f"{largest:,} of 65,535; as 8 bits, {levels} would be left"
 
 
 def draw_crops(min_area: float, count: int, key: int) -> list[Crop]:

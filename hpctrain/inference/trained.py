@@ -19,7 +19,6 @@ from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
 from hpctrain.config.functions import one_line
 from hpctrain.data.images import (
-    DEEP_ENOUGH,
     LOSSES,
     BadImage,
     Change,
@@ -28,6 +27,7 @@ from hpctrain.data.images import (
     decode,
     decode_threads,
     decode_values,
+    few_gray_levels,
 )
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
@@ -342,10 +342,9 @@ class Images:
         if not self._scale.is_bytes:
             text = "its channels have 16 bits, and Pillow reads the upper 8 of several channels"
             raise UsageError(f"{text}: give an array")
-        if 0 < changes.largest < DEEP_ENOUGH and not self._had_16_bits:
-            levels = counted(changes.largest // 257 + 1, "gray level")
-            text = f"its largest value is {changes.largest:,} of 65,535; as 8 bits"
-            raise UsageError(f"{text}, {levels} would be left: give images of 8 bits")
+        few = few_gray_levels(changes.largest)
+        if few and changes.largest > 0 and not self._had_16_bits:
+            raise UsageError(f"its largest value is {few}: give images of 8 bits")
 
 
 def open_images(network: TrainedNetwork, given: Any) -> Images:

@@ -40,7 +40,7 @@ import hpctrain
 from hpctrain.config import PackConfig, Size
 from hpctrain.cores import core_count
 from hpctrain.data.digits import generate
-from hpctrain.data.images import CHANGES, DEEP_ENOUGH, BadImage, Change, Fit, probe
+from hpctrain.data.images import CHANGES, BadImage, Change, Fit, few_gray_levels, probe
 from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.partition import READ_BYTES
@@ -451,13 +451,12 @@ class Changed:
 
     def refuse_few_gray_levels(self, source: Source) -> None:
         """Raise UsageError if 8 bits would keep less than a quarter of the gray levels."""
-        if self.count(Change.SIXTEEN_BITS) and self.deepest < DEEP_ENOUGH:
+        few = few_gray_levels(self.deepest)
+        if few and self.count(Change.SIXTEEN_BITS):
             most = 2 ** self.deepest.bit_length() - 1
             raise UsageError(
-                f"source {source.name}: the largest value of its 16-bit images is"
-                f" {self.deepest:,} of 65,535; as 8 bits, {self.deepest // 257 + 1} gray levels"
-                f" would be left: train on an HDF5 file of them with --max-value {most}, see"
-                " docs/data.md"
+                f"source {source.name}: the largest value of its 16-bit images is {few}: train on"
+                f" an HDF5 file of them with --max-value {most}, see docs/data.md"
             )
 
     def say(self, source: Source, order: np.ndarray, fit: Fit) -> None:
