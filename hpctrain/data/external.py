@@ -50,13 +50,15 @@ from hpctrain.text import brief, listed, printable
 with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # registers its filters: Blosc, Zstandard, Bitshuffle, ...
 
-CACHE_BYTES, SLOTS = 64 << 20, 10007  # of HDF5's chunk cache; it holds all chunks of some rows
+CACHE_BYTES = 64 << 20  # of HDF5's chunk cache, which holds all chunks of some rows
+SLOTS = 10007  # of this cache
 DEFAULT_SPLIT = "0.9,0.1"
 TYPES = (*FULL, *FLOATS)  # little endian
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
 CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # of netCDF
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
-MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
+MIN_BLOCKS = 1000
+MIN_BLOCKS_OF_CLASS = 20
 
 
 class Unusable(Exception):
@@ -81,15 +83,15 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
 
 def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     """Return the dataset of this path, which may be a link to another file. Raises Unusable."""
-    found = file.get(name)
     for way in accumulate(name.strip("/").split("/"), "{}/{}".format):
         if way in file and file.get(way) is None:
             raise Unusable(f"{way} leads nowhere: {file.get(way, getlink=True)!r}")
-    if found is None:
+    data = file.get(name)
+    if data is None:
         raise Unusable(f"there is no dataset {name!r}; it holds {listed(file)}")
-    if not isinstance(found, h5py.Dataset):
+    if not isinstance(data, h5py.Dataset):
         raise Unusable(f"{name} is not a dataset")
-    return found
+    return data
 
 
 def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
@@ -97,14 +99,15 @@ def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
 
     The sizes of all files that hold it are added to `sizes`.
     """
-    path, name = os.path.abspath(os.fsdecode(data.file.filename)), data.name
+    path = os.path.abspath(os.fsdecode(data.file.filename))
+    name = data.name
     sizes[path] = os.path.getsize(path)
-    found = Stored(name, str(data.dtype), data.shape)
+    stored = Stored(name, str(data.dtype), data.shape)
     if data.is_virtual:
-        return found._replace(chunk_rows=_check_sources(data, path, sizes))
+        return stored._replace(chunk_rows=_check_sources(data, path, sizes))
     if data.external:
         _check_external(data, path, sizes)
-        return found
+        return stored
     if data.chunks:
         properties = data.id.get_create_plist()
         filters = [properties.get_filter(n)[0] for n in range(properties.get_nfilters())]
@@ -112,14 +115,15 @@ def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
             reason = f"{name} needs HDF5's filter {missing[0]}, which is not installed"
             raise Unusable(f"{reason}: pip install hdf5plugin may provide it")
         grid = zip(data.shape, data.chunks, strict=True)
-        chunks, written = math.prod(-(-n // c) for n, c in grid), data.id.get_num_chunks()
+        chunks = math.prod(-(-n // c) for n, c in grid)
+        written = data.id.get_num_chunks()
         if written != chunks:
             raise Unusable(f"{name} is incomplete: {written:,} of {chunks:,} chunks")
-        return found._replace(chunk_rows=int(data.chunks[0]))
+        return stored._replace(chunk_rows=int(data.chunks[0]))
     offset = data.id.get_offset()
     if offset is None and not data.id.get_storage_size():
         raise Unusable(f"{name} was never written: the file does not hold its values")
-    return found._replace(offset=offset or 0)  # 0: compact, inside the metadata
+    return stored._replace(offset=offset or 0)  # 0: compact, inside the metadata
 
 
 def _check_external(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> None:
@@ -143,15 +147,16 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
     """
     if prefix := os.environ.get("HDF5_VDS_PREFIX"):  # HDF5 then looks at several places
         raise Unusable(f"sources may be elsewhere by HDF5_VDS_PREFIX={prefix}: unset it")
-    rows, mapped = 0, h5py.h5s.create_simple(data.shape)
+    rows = 0
+    mapped = h5py.h5s.create_simple(data.shape)
     mapped.select_none()
     for space, name, dataset, chosen in data.virtual_sources():
         places = (os.path.join(os.path.dirname(path), name), name)  # where HDF5 looks
-        found = path if name == "." else next(filter(os.path.isfile, places), None)
+        holder = path if name == "." else next(filter(os.path.isfile, places), None)
         where = f"{data.name} is made of other datasets, and {name}"
-        if found is None:
+        if holder is None:
             raise Unusable(f"{where} is missing")
-        with open_hdf5(os.path.abspath(found)) as file:
+        with open_hdf5(os.path.abspath(holder)) as file:
             source = find_dataset(file, dataset)
             if chosen.shape:
                 last = chosen.get_select_bounds()[1]
@@ -168,8 +173,9 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
             mapped.select_hyperslab(start, count, stride, block, h5py.h5s.SELECT_OR)
         else:
             raise Unusable(f"{where} has a selection that is not a regular hyperslab")
-    if (held := mapped.get_select_npoints()) != data.size:
-        raise Unusable(f"{data.name} has {data.size:,} values, and its sources hold {held:,}")
+    covered = mapped.get_select_npoints()
+    if covered != data.size:
+        raise Unusable(f"{data.name} has {data.size:,} values, and its sources hold {covered:,}")
     return rows
 
 
@@ -182,13 +188,15 @@ class Rows:
 
     def __init__(self, path: str, stored: Stored, sizes: dict[str, int]) -> None:
         """Open the file. Raises UsageError if it or a source is not the one that was checked."""
-        for each, size in sizes.items():
-            File(each, size).close()
-        self._path, self._lock = path, threading.Lock()
+        for name, size in sizes.items():
+            File(name, size).close()
+        self._path = path
+        self._lock = threading.Lock()
         # HDF5 caches what was read last, of each source of a virtual dataset: calls continue there.
         cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes) // len(sizes)
         self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cached, rdcc_nslots=SLOTS)
-        self._data, self._state = self._file[stored.dataset], self._read_state()
+        self._data = self._file[stored.dataset]
+        self._state = self._read_state()
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Read `rows` (n,), in that order, into `out` (n, ...), as stored. Raises RunError."""
@@ -223,31 +231,34 @@ class Rows:
             raise RunError(f"{self._path} was changed or cut short while in use")
 
 
+class Content(NamedTuple):
+    """What an external file holds, by split; the first is train."""
+
+    infos: dict[str, SplitInfo]
+    labels: dict[str, np.ndarray]  # (N,), as stored
+    layout: str
+    sizes: dict[str, int]  # of all files that hold the data, by path
+    notes: list[str]
+
+
 def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     """Check, split and identify an external file and return it as a `Pack`. Raises UsageError.
 
     Labels are mapped to 0 ... K-1 in ascending order, strings sorted; they name the classes.
     """
-    path, layout, sizes = os.path.abspath(path), how.layout or "", dict[str, int]()
-    found, labels = dict[str, SplitInfo](), dict[str, np.ndarray]()
-    notes = list[str]()
+    path = os.path.abspath(path)
     with open_hdf5(path) as file:
-        for split, name in find_splits(file, how).items():
-            data, of = (find_dataset(file, each.replace("{split}", name)) for each in how[:2])
-            layout, own = choose_layout(data, layout), os.fsdecode(data.file.filename)
-            stored, labels[split] = locate(data, sizes), read_labels(of, len(data))
-            found[split] = SplitInfo(os.path.abspath(own), len(data), stored, labels[split])
-            unused = [attribute for attribute in CONVENTIONS if attribute in data.attrs]
-            if unused:
-                notes.append(f"{listed(unused)} of {data.name} are not applied")
-    first = next(iter(found))
-    images = found[first].images
+        infos, labels, layout, sizes, notes = read_content(file, how)
+    first = next(iter(infos))
+    images = infos[first].images
     values = np.unique(labels[first])
-    for split, info in found.items():
-        kind, of_train = ((each.shape[1:], each.dtype) for each in (info.images, images))
-        if kind != of_train:
-            raise UsageError(f"{path}: images of {split} are {kind}, those of train {of_train}")
-        if len(others := np.setdiff1d(labels[split], values)):
+    for split, info in infos.items():
+        kind = info.images.shape[1:], info.images.dtype
+        train_kind = images.shape[1:], images.dtype
+        if kind != train_kind:
+            raise UsageError(f"{path}: images of {split} are {kind}, those of train {train_kind}")
+        others = np.setdiff1d(labels[split], values)
+        if len(others):
             raise UsageError(f"{path}: class {others[0]} has no image in train")
     height, width, channels = (*(images.shape[axis] for axis in LAYOUTS[layout][1:]), 1)[:3]
     block_rows = choose_block_rows(images, len(values), how.block_rows)
@@ -256,7 +267,7 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
         "",
         (height, width, channels),
         tuple(printable(str(value), newlines=False) for value in values.tolist()),
-        {"train": found[first]},
+        {"train": infos[first]},
         sizes,
         provenance={
             "source": os.path.basename(path),
@@ -268,24 +279,45 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
         block_rows=block_rows,
         external=how._replace(layout=layout, block_rows=block_rows)._asdict(),
     )
-    # The identity depends on the content, not on the path.
-    splits, known = dict[str, SplitInfo](), [layout, pack.divisor, how.labels]
-    probes = {split: _probe(pack, info, how.max_value is not None) for split, info in found.items()}
+    probes = {split: _probe(pack, info, how.max_value is not None) for split, info in infos.items()}
     scale = pack.scale._replace(low=probes[first].low, high=probes[first].high)
-    for split, info in found.items():
-        images, probe = info.images, probes[split].crc32
-        here = pack.scale._replace(low=probes[split].low, high=probes[split].high)
-        if here.is_unlike(scale):
-            notes.append(f"{split} has {here}, and train {scale}")
-        crc = zlib.crc32(as_bytes(labels[split]))
-        known += [images.dtype, images.shape, images.dataset, crc, probe]
+    splits = dict[str, SplitInfo]()
+    identity = [layout, pack.divisor, how.labels]  # of the content, not of the path
+    for split, info in infos.items():
+        probe = probes[split]
+        scale_of_split = pack.scale._replace(low=probe.low, high=probe.high)
+        if scale_of_split.is_unlike(scale):
+            notes.append(f"{split} has {scale_of_split}, and train {scale}")
+        identity += [info.images.dtype, info.images.shape, info.images.dataset]
+        identity += [zlib.crc32(as_bytes(labels[split])), probe.crc32]
         classes = np.searchsorted(values, labels[split]).astype(np.min_scalar_type(len(values)))
         for name, rows in draw(pack, split, classes, how).items():
-            chosen = rows.astype(np.min_scalar_type(info.samples))
-            part = info._replace(samples=len(rows), labels=classes[rows], rows=chosen)
-            splits[name] = part._replace(probe=probe)
-    identity = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(known))
-    return replace(pack, uuid=str(identity), splits=splits, scale=scale)
+            splits[name] = info._replace(
+                samples=len(rows),
+                labels=classes[rows],
+                rows=rows.astype(np.min_scalar_type(info.samples)),
+                probe=probe.crc32,
+            )
+    number = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(identity))
+    return replace(pack, uuid=str(number), splits=splits, scale=scale)
+
+
+def read_content(file: h5py.File, how: External) -> Content:
+    """Locate the images of all splits, and read the labels. Raises Unusable."""
+    content = Content({}, {}, how.layout or "", {}, [])
+    for split, name in find_splits(file, how).items():
+        images = find_dataset(file, how.images.replace("{split}", name))
+        labels = find_dataset(file, how.labels.replace("{split}", name))
+        content = content._replace(layout=choose_layout(images, content.layout))
+        stored = locate(images, content.sizes)
+        values = read_labels(labels, len(images))
+        path = os.path.abspath(os.fsdecode(images.file.filename))
+        content.infos[split] = SplitInfo(path, len(images), stored, values)
+        content.labels[split] = values
+        unused = [attribute for attribute in CONVENTIONS if attribute in images.attrs]
+        if unused:
+            content.notes.append(f"{listed(unused)} of {images.name} are not applied")
+    return content
 
 
 def find_splits(file: h5py.File, how: External) -> dict[str, str]:
@@ -298,17 +330,17 @@ def find_splits(file: h5py.File, how: External) -> dict[str, str]:
         return {"": ""}
     if how.split:
         raise Unusable(f"--split {how.split} draws splits, but --images {how.images} has its own")
-    found: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for split, aliases in ALIASES.items():
         names = [alias for alias in aliases if before + alias + after.partition("/")[0] in file]
         if len(names) > 1:
             raise Unusable(f"{' and '.join(names)} are both {split}: rename one")
         if names:
-            found[split] = names[0]
-    if "train" not in found:
-        known = ", ".join(chain(*ALIASES.values()))
-        raise Unusable(f"--images {how.images}: none of train; {{split}} stands for {known}")
-    return found
+            name_of[split] = names[0]
+    if "train" not in name_of:
+        words = ", ".join(chain(*ALIASES.values()))
+        raise Unusable(f"--images {how.images}: none of train; {{split}} stands for {words}")
+    return name_of
 
 
 def choose_layout(data: h5py.Dataset, layout: str) -> str:
@@ -316,7 +348,8 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
 
     Raises Unusable if it does not fit or may be another, or for images of another type.
     """
-    name, shape = f"the images {data.name}", data.shape or ()
+    name = f"the images {data.name}"
+    shape = data.shape or ()
     check_type(data)
     with open(data.file.filename, "rb") as file:
         usual = {3: "NWH", 4: "NCWH"} if file.read(len(MATLAB)) == MATLAB else {3: "NHW"}
@@ -336,7 +369,8 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
 
 def check_type(data: h5py.Dataset) -> None:
     """Raise Unusable for images of a type that is not read, with what to do instead."""
-    kind, size = data.dtype, data.id.get_type().get_size()
+    kind = data.dtype
+    size = data.id.get_type().get_size()
     what = f"the images {data.name} are {kind} of {size} bytes, not one of {', '.join(TYPES)}"
     if kind in TYPES and kind.isnative:
         if size != kind.itemsize:  # h5py names bfloat16 float32
@@ -420,12 +454,14 @@ def one_each(values: np.ndarray, name: str, samples: int) -> np.ndarray:
 
 def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
     """Return the samples per block: whole chunks of about READ_BYTES, less in a small file."""
-    unit, rows = images.chunk_rows or 1, images.shape[0]
+    unit = images.chunk_rows or 1
+    rows = images.shape[0]
     if wanted == 0 and not images.chunk_rows:
         return 0
     if wanted and 0 < wanted <= rows and wanted % unit == 0:
         return wanted
-    units, blocks = -(-rows // unit), max(MIN_BLOCKS, MIN_BLOCKS_OF_CLASS * classes)
+    units = -(-rows // unit)
+    blocks = max(MIN_BLOCKS, MIN_BLOCKS_OF_CLASS * classes)
     return unit * max(1, min(READ_BYTES // (unit * images.row_bytes), units // blocks))
 
 
@@ -434,7 +470,8 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
 
     Raises what `check_splits` raises.
     """
-    everything, block_rows = np.arange(len(labels)), pack.block_rows
+    everything = np.arange(len(labels))
+    block_rows = pack.block_rows
     if split:
         return {split: _in_random_order(everything, block_rows, how.seed, split)}
     shares = Shares(how.split or DEFAULT_SPLIT)
@@ -460,8 +497,8 @@ def chunk_advice(images: Stored, path: str) -> str:
     """Return what helps where the chunks of a file are too large to draw splits from."""
     chunk = "x".join(map(str, (1, *images.shape[1:])))
     repack = f"h5repack -l {images.dataset}:CHUNK={chunk} {path} new.h5"
-    held = f"its chunks of {images.chunk_rows:,} images are read whole"
-    return f"{held}: write smaller ones, '{repack}', or a pack with hp.write_pack"
+    cause = f"its chunks of {images.chunk_rows:,} images are read whole"
+    return f"{cause}: write smaller ones, '{repack}', or a pack with hp.write_pack"
 
 
 def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: int) -> np.ndarray:
@@ -512,13 +549,15 @@ def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> Probe:
             rows, images = split.read_probe()
     except RunError as error:
         raise UsageError(str(error)) from None
-    if not (finite := np.isfinite(images).all(axis=(1, 2, 3))).all():
+    finite = np.isfinite(images).all(axis=(1, 2, 3))
+    if not finite.all():
         raise UsageError(f"{where}[{rows[finite.argmin()]}] {NOT_FINITE}")
-    low, high = float(images.min()), float(images.max())
+    low = float(images.min())
+    high = float(images.max())
     if not has_max_value and images.dtype.kind == "f" and not is_unit(low, high):
         divisor = next((f"{d:g}" for d in FULL.values() if high <= d), f"{high:g}")
         way = f"--max-value {divisor}, which divides them by {divisor}, or " if low >= 0 else ""
-        found = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"
-        raise UsageError(f"{found}: train with {way}--max-value 1, which takes them as they are")
+        text = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"
+        raise UsageError(f"{text}: train with {way}--max-value 1, which takes them as they are")
     limits = (float(f"{value * (pack.divisor or 1):.6g}") for value in (low, high))
     return Probe(zlib.crc32(as_bytes(images)), *limits)
