@@ -61,7 +61,8 @@ SUFFIX = r"(?i)(\.tar)?\.(gz|bz2|xz)$|\.(tgz|tbz2|txz|tar|zip|csv|tsv|txt)$"  # 
 FLOWERS_SIZE = Size("100x100")
 MIN_IMAGES_PER_JOB = 16
 IMAGES_PER_TASK = 64  # that are read; fewer are decoded
-TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so many, at most so large
+TASKS_PER_WORKER = 32  # that decode, at least
+TASK_BYTES = 4 << 20  # of the pixels of such a task, at most
 CLASSES_SHOWN = 40
 DARK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
@@ -89,13 +90,15 @@ def main(config: PackConfig) -> int:
 
 def check_pack(path: str) -> int:
     """Read all samples of a pack; name those that are corrupt (returns 1), else print its table."""
-    pack, count = read_pack(path), 0
+    pack = read_pack(path)
+    count = 0
     for name in pack.splits:
         with Split(pack, name) as split:
             for rows in pieces(len(split), max(1, READ_BYTES // pack.image_bytes)):
                 doing(f"checking sample {rows[0]:,} of {name}")
-                bad, shape = Bad(), (len(rows), *split.image_shape)
-                split.gather(rows, np.empty(shape, split.dtype), bad=bad)
+                bad = Bad()
+                pixels = np.empty((len(rows), *split.image_shape), split.dtype)
+                split.gather(rows, pixels, bad=bad)
                 split.read_labels(rows, bad)
                 for text in [*bad.values()][: max(0, MOST_NAMED - count)]:
                     note(text)
@@ -156,8 +159,8 @@ def pack_digits(config: PackConfig, output: Path) -> None:
         images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
         drawn = assign(labels, config.split, config.seed)
         for number in np.unique(drawn).tolist():
-            name, rows = SPLITS[number], np.flatnonzero(drawn == number)
-            rows = shuffled(rows, config.seed, "pack order", name)
+            name = SPLITS[number]
+            rows = shuffled(np.flatnonzero(drawn == number), config.seed, "pack order", name)
             splits[name] = images[rows], labels[rows]
     write_pack(output, splits, classes, provenance, overwrite=True)
 
@@ -174,9 +177,9 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
             while True:
                 try:
                     return write_images(config, source, fit, run, jobs, output)
-                except BadFiles as found:
+                except BadFiles as error:
                     files = np.bincount(source.labels)
-                    drop_unreadable(source, found.args[0])
+                    drop_unreadable(source, error.args[0])
                 if not source.names:
                     raise no_image_error(source)
                 if not config.skip_bad:
@@ -222,8 +225,12 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     Without --size, all images must have the size of the first readable one; without --channels,
     there are 3 if any image has colour. Raises UsageError.
     """
-    size = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
-    channels, first, colour = config.channels, "", False
+    size: tuple[int, int] | None = config.size
+    if not size and config.source == "flowers":
+        size = FLOWERS_SIZE
+    channels = config.channels
+    first = ""  # name of the image that gives the size
+    has_colour = False
     bad: dict[int, str] = {}
     if config.crop and not size:
         raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
@@ -235,18 +242,24 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
                 if isinstance(header, BadImage):  # found again when it is decoded
                     bad[row] = str(header)
                     continue
-                if exact and size and header[:2] != size:
+                width, height, is_colour = header
+                if not size:
+                    size = width, height
+                    first = name
+                if exact and (width, height) != size:
                     raise UsageError(
                         f"source {source.name}: images differ in size, {first} has {size[0]}x"
-                        f"{size[1]} pixels, {name} {header[0]}x{header[1]}: give one by --size"
+                        f"{size[1]} pixels, {name} {width}x{height}: give one by --size"
                     )
-                size, first, colour = size or header[:2], first or name, colour or header[2]
-                if colour and not exact:
+                has_colour = has_colour or is_colour
+                if has_colour and not exact:
                     break
     if not size:
         drop_unreadable(source, bad)
         raise no_image_error(source)
-    return Fit(*size, channels or (3 if colour else 1), config.crop, config.background)
+    if not channels:
+        channels = 3 if has_colour else 1
+    return Fit(*size, channels, config.crop, config.background)
 
 
 def find_equal_files(source: Source, run: Run) -> None:
@@ -254,18 +267,22 @@ def find_equal_files(source: Source, run: Run) -> None:
 
     Only files of equal size are hashed (in a .zip, of equal CRC-32): all their bytes.
     """
-    rows = source.duplicate_of = np.arange(len(source.names))
+    source.duplicate_of = np.arange(len(source.names))
+    rows = source.duplicate_of
     if source.kind == "folder":
         keys = np.fromiter(_read(source, rows, run, workers.read_sizes), np.int64, len(rows))
+    elif source.kind == "zip":
+        keys = source.places[:, 3]  # CRC-32
     else:
-        keys = source.places[:, 3 if source.kind == "zip" else 2]  # CRC-32, else size
+        keys = source.places[:, 2]  # size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    found = _read(source, rows, run, workers.read_each, workers.sha256)
-    known = (b"" if isinstance(digest, BadImage) else digest for digest in found)
-    digests = np.fromiter(known, "S32", len(rows))
-    rows, digests = rows[digests != b""], digests[digests != b""]
-    _, first, numbers = np.unique(digests, return_index=True, return_inverse=True)
+    results = _read(source, rows, run, workers.read_each, workers.sha256)
+    texts = (b"" if isinstance(result, BadImage) else result for result in results)
+    digests = np.fromiter(texts, "S32", len(rows))
+    is_read = digests != b""
+    rows = rows[is_read]
+    _, first, numbers = np.unique(digests[is_read], return_index=True, return_inverse=True)
     source.duplicate_of[rows] = rows[first][numbers]
 
 
@@ -275,8 +292,8 @@ def _read(
     """Yield what a function of slices returns for these images."""
     starts = range(0, len(rows), IMAGES_PER_TASK)
     tasks = ((source.slices(rows[at : at + IMAGES_PER_TASK]), *options) for at in starts)
-    for found in run("reading", function, tasks, len(rows)):
-        yield from found
+    for results in run("reading", function, tasks, len(rows)):
+        yield from results
 
 
 def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
@@ -285,20 +302,25 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     If the source gives test but no validation, validation is drawn from the given train, in the
     ratio of these two shares. A fold is held out as test, or as validation of a given test.
     """
-    labels, together = source.labels, source.duplicate_of
-    if is_grouped := bool((source.groups >= 0).any()):
+    labels = source.labels
+    together = source.duplicate_of
+    is_grouped = bool((source.groups >= 0).any())
+    if is_grouped:
         together = merge_groups(together, source.groups)
     shares: tuple[Fraction, ...] = config.split
-    splits, way = source.splits.astype(np.int32), ""
+    splits = source.splits.astype(np.int32)
+    way = ""
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
     if config.fold:  # K of N, which are stratified and divide no group
         if (splits == VALIDATION).any():
             raise UsageError("--fold is for sources without a validation split: this one gives it")
-        (number, count), held_out = config.fold, VALIDATION if (splits == TEST).any() else TEST
+        number, count = config.fold
+        held_out = VALIDATION if (splits == TEST).any() else TEST
         rows = shuffled(np.flatnonzero(splits != TEST), config.seed, "pack split")
         folds = _draw(labels[rows], together[rows], (Fraction(1, count),) * count, True)
         splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
-        wanted, way = [SPLITS[held_out]], f" by --fold {config.fold}"
+        wanted = [SPLITS[held_out]]
+        way = f" by --fold {config.fold}"
     elif (splits > TRAIN).any():
         wanted = []
     else:  # a source with only train does not give splits
@@ -313,10 +335,13 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     rows = np.flatnonzero(latest[together] == NO_SPLIT)
     rows = shuffled(rows, config.seed, "pack split")
     splits[rows] = _draw(labels[rows], together[rows], shares, is_grouped)
-    found = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
-    check_splits(found, labels, source.classes, wanted, source.name, way)
-    used = ((name, of) for name, of in found.items() if len(of))
-    return {name: shuffled(of, config.seed, "pack order", name) for name, of in used}
+    rows_of = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
+    check_splits(rows_of, labels, source.classes, wanted, source.name, way)
+    return {
+        name: shuffled(rows, config.seed, "pack order", name)
+        for name, rows in rows_of.items()
+        if len(rows)
+    }
 
 
 def _draw(
@@ -371,10 +396,15 @@ def write_images(
 
     Raises UsageError if a split or a class has no image, and BadFiles if some cannot be read.
     """
-    rows = assign_rows(source, config)
-    order, counts = np.concatenate([*rows.values()]), {name: len(of) for name, of in rows.items()}
-    labels, count, jpeg = source.labels[order], len(order), config.encoding == "jpeg"
-    names = [source.names[row] for row in order] if config.names else None
+    rows_of = assign_rows(source, config)
+    order = np.concatenate([*rows_of.values()])
+    counts = {name: len(rows) for name, rows in rows_of.items()}
+    count = len(order)
+    labels = source.labels[order]
+    is_jpeg = config.encoding == "jpeg"
+    names = None
+    if config.names:
+        names = [source.names[row] for row in order]
     shape = fit.height, fit.width, fit.channels
     step = max(1, min(TASK_BYTES // math.prod(shape), count // (TASKS_PER_WORKER * jobs)))
     parts = [
@@ -382,7 +412,8 @@ def write_images(
         for first, end in pairwise(accumulate(counts.values(), initial=0))
         for start in range(first, end, step)
     ]
-    crc32, sizes = np.zeros(count, np.uint32), np.zeros(count, np.int64)
+    crc32 = np.zeros(count, np.uint32)
+    sizes = np.zeros(count, np.int64)
     sums = np.zeros((2, fit.channels), np.uint64)  # of train
     bad: dict[int, str] = {}
     writer = None
@@ -395,11 +426,12 @@ def write_images(
             yield source.slices(order[part]), labels[part].tolist(), *how, *where
 
     with whole_file(output, point="pack") as file:
-        if not jpeg:
+        if not is_jpeg:
             writer = PackWriter(file, counts, labels, shape, names=names)
         decoded = run("decoding", workers.decode_images, tasks(fit), count)
         for part, done in zip(parts, decoded, strict=True):
-            crc32[part], sizes[part] = done.crc32, done.sizes
+            crc32[part] = done.crc32
+            sizes[part] = done.sizes
             changed.add(part, done)
             if part.start < counts["train"]:  # which comes first
                 sums += done.sums
@@ -417,8 +449,10 @@ def write_images(
                 raise RunError(f"{name} was changed while it was packed: pack again")
             anew = changed.count(Change.ENCODED)
             facts["encoding"] = {"name": "jpeg", "kept": count - anew, "encoded_anew": anew}
-        how = ("crop" if fit.crop else "stretch") if jpeg else ""
-        writer.finish(crc32, sums, source.classes, facts, how)
+        fit_of_files = ""
+        if is_jpeg:
+            fit_of_files = "crop" if fit.crop else "stretch"
+        writer.finish(crc32, sums, source.classes, facts, fit_of_files)
     say_notes(source, config, facts)
     changed.say(source, order, fit)
 
@@ -479,13 +513,18 @@ def provenance(
     source: Source, config: PackConfig, fit: Fit, counts: dict[str, int]
 ) -> dict[str, Any]:
     """Return what the pack was made of and how, without paths or times."""
-    is_sized = config.size or config.source == "flowers"
-    alike, skipped = np.bincount(source.duplicate_of), sorted(name for name, _ in source.bad)
+    alike = np.bincount(source.duplicate_of)
+    skipped = sorted(name for name, _ in source.bad)
+    way = "as is"
+    if fit.crop:
+        way = "crop"
+    elif config.size or config.source == "flowers":
+        way = "stretch"
     return {
         "source": source.name,
         "kind": source.kind,
         "size": f"{fit.width}x{fit.height}",
-        "fit": "crop" if fit.crop else "stretch" if is_sized else "as is",
+        "fit": way,
         "channels": fit.channels,
         "background": fit.background,
         "split_by": source.split_by if (source.splits > TRAIN).any() else "seed",
@@ -513,10 +552,11 @@ def say_notes(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> N
         splits = " and ".join(facts["images"])
         need = "--final best and --patience need validation, too: --split 0.8,0.1,0.1"
         note(f"the splits are {splits}; {need}")
-    if bad := len(source.bad):
+    bad = len(source.bad)
+    if bad:
         note(f"{bad:,} of {bad + len(source.names):,} files left out, they cannot be read")
-    if (equal := facts["duplicates"])["groups"]:
-        say_equal_files(source, equal)
+    if facts["duplicates"]["groups"]:
+        say_equal_files(source, facts["duplicates"])
 
 
 def say_equal_files(source: Source, equal: Mapping[str, int]) -> None:

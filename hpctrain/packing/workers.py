@@ -63,11 +63,11 @@ def sha256(data: bytes) -> bytes:
 
 def read_sizes(slices: list[Slice]) -> list[int]:
     """Return the sizes (n,) of files in bytes, -1 for those that cannot be read."""
-    found = [-1] * len(slices)
-    for row, each in enumerate(slices):
+    sizes = [-1] * len(slices)
+    for row, part in enumerate(slices):
         with suppress(OSError, ValueError):
-            found[row] = os.stat(each.path).st_size
-    return found
+            sizes[row] = os.stat(part.path).st_size
+    return sizes
 
 
 def decode_images(
@@ -133,7 +133,8 @@ def channel_sums(pixels: memoryview, channels: int) -> np.ndarray:
     """Return the exact sums of each channel's values and of their squares, (2, C) uint64."""
     planes = np.frombuffer(pixels, np.uint8).reshape(-1, channels).T
     counts = [Image.fromarray(np.ascontiguousarray(plane)[None]).histogram() for plane in planes]
-    values, by_channel = np.arange(256, dtype=np.uint64), np.array(counts, np.uint64)
+    values = np.arange(256, dtype=np.uint64)
+    by_channel = np.array(counts, np.uint64)
     return np.stack([by_channel @ values, by_channel @ values**2])
 
 
@@ -168,7 +169,9 @@ def start_workers(jobs: int) -> Iterator[Run]:
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
 
-        begun, done, console = map(begin, tasks), 0, Console(stderr=True)
+        begun = map(begin, tasks)
+        done = 0
+        console = Console(stderr=True)
         waiting = deque(islice(begun, AHEAD * jobs))
         with Progress(console=console, disable=not console.is_terminal) as bar:
             shown = bar.add_task(what, total=images)
