@@ -184,7 +184,12 @@ def load_whole(image: ImageFile, data: bytes, reach: int = 0) -> tuple[ImageFile
         return load_jpeg(image, data, reach), box
     if image.format == "PNG":
         check_png(data)
-    image.load()
+    try:
+        image.load()
+    except OSError as error:
+        if "decoder error" not in str(error):  # as Pillow calls what libtiff refuses
+            raise
+        raise ValueError(f"not a readable image but {name_format(data, UNIDENTIFIED)}") from error
     return image, (0, 0, *image.size)  # a TIFF may be turned
 
 

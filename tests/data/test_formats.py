@@ -342,6 +342,7 @@ JPEG = encode(LARGE, "JPEG", quality=80)
 SCAN = JPEG.index(b"\xff\xda") + 14  # where its compressed data begin
 MIDDLE = (SCAN + len(JPEG)) // 2
 PNG = encode(LARGE)
+LZW = encode(LARGE, "TIFF", compression="tiff_lzw")
 PROGRESSIVE = encode(LARGE, "JPEG", progressive=True)
 NOISE2 = np.random.default_rng(2).bytes(len(PROGRESSIVE))
 NOISE = np.random.default_rng(1).bytes(len(JPEG)).replace(b"\xff", b"\xfe")
@@ -361,6 +362,7 @@ DAMAGED = {
     "progressive: noise": (PROGRESSIVE[:2000] + NOISE2[2000:-2] + b"\xff\xd9", "invalid marker"),
     "progressive: last scans": (PROGRESSIVE[:3000] + b"\xff\xd9", "lacks scans"),
     "progressive: no end": (PROGRESSIVE[:-2], "no end"),
+    "LZW tiff: zeros": (LZW[:600] + bytes(60) + LZW[660:], "TIFF of a kind.* or a damaged one"),
     **{f"half of {kind}": (encode(LARGE, kind)[:4000], "") for kind in ("GIF", "TIFF", "BMP")},
     **{f"half of {kind}": (encode(LARGE, kind)[:4000], "") for kind in ("WEBP", "JPEG2000", "PPM")},
 }  # fmt: skip
