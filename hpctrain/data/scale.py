@@ -8,6 +8,7 @@ doubt, and otherwise refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -30,6 +31,15 @@ def is_unit(low: float, high: float) -> bool:
 def divide(values: np.ndarray, divisor: float) -> np.ndarray:
     """Return values as float32 multiplied by 1 / divisor: bytes, by 255, as those of a pack are."""
     return values.astype(np.float32) * np.float32(1 / divisor)
+
+
+def value_range(values: np.ndarray) -> tuple[float, float, bool]:
+    """Return the smallest and the largest finite value, and whether all are whole numbers."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0, 0.0, True
+    is_whole = bool((finite == np.round(finite)).all())
+    return float(finite.min()), float(finite.max()), is_whole
 
 
 class Scale(NamedTuple):
@@ -63,8 +73,15 @@ class Scale(NamedTuple):
             return True
         return (self.is_full, self.divisor) == (other.is_full, other.divisor)
 
+    @property
+    def is_signed(self) -> bool:
+        """Whether there are values below 0, as in images that were standardized."""
+        return self.low < -ROUNDING * self.high
+
     def is_unlike(self, other: Scale) -> bool:
-        """Whether the values of one input are much larger than those of the other."""
+        """Whether one input has much larger values than the other, or alone has negative ones."""
+        if self.is_signed != other.is_signed:
+            return True
         return max(self.reach, other.reach) > UNLIKE * min(self.reach, other.reach)
 
     def __str__(self) -> str:
@@ -79,18 +96,18 @@ class Scale(NamedTuple):
         Floats may hold NaN or infinity. Raises UsageError if their scale is another, or cannot be
         known.
         """
-        if self.is_bytes and values.dtype == np.uint8:
-            return values
-        finite = values[np.isfinite(values)]
-        if not finite.size:
-            finite = np.zeros(1, values.dtype)
-        low = float(finite.min())
-        high = float(finite.max())
-        is_whole = bool((finite == np.round(finite)).all())
-        divisor = self.divisor_for(values.dtype.name, low, high, is_whole)
-        if divisor == 1 and values.dtype.name in FLOATS:
-            return values
-        return divide(values, divisor)
+        return self.apply_to_all([values])[0]
+
+    def apply_to_all(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return arrays of one type as `apply` does, by the range of all their values."""
+        dtype = arrays[0].dtype.name
+        if self.is_bytes and dtype == "uint8":
+            return [*arrays]
+        lows, highs, are_whole = zip(*map(value_range, arrays), strict=True)
+        divisor = self.divisor_for(dtype, min(lows), max(highs), all(are_whole))
+        if divisor == 1 and dtype in FLOATS:
+            return [*arrays]
+        return [divide(array, divisor) for array in arrays]
 
     def divisor_for(self, dtype: str, low: float, high: float, is_whole: bool = False) -> float:
         """Return what images of `dtype` with values from `low` to `high` are divided by.
@@ -131,17 +148,16 @@ class Scale(NamedTuple):
 
     def _has_range(self, dtype: str, low: float, high: float) -> bool:
         """Whether stored values may have this range, by that of the training."""
-        if low < -ROUNDING * self.high <= self.low:
-            return False  # of images around 0, and none was in the training
+        here = self._replace(low=low, high=high)
+        if here.is_signed and not self.is_signed:
+            return False
         if self.dtype in FULL:
             is_scaled = high <= 1 < self.high
         else:
             is_scaled = high <= 1 and self.high > DARK
         if dtype in FLOATS and high > 0 and is_scaled:
             return False  # divided by something else before
-        if self.dtype in FLOATS and self.divisor == 1:
-            return True  # --max-value 1 of floats says nothing of the largest
-        return high <= FAR * max(self.high, self.divisor)
+        return here.reach <= FAR * max(1.0, self.reach)
 
     def _refuse(self, what: str) -> NoReturn:
         """Raise UsageError with what can be given to this network."""

@@ -102,11 +102,11 @@ def classify(
 
 
 def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
-    """Print a line on what images have lost when they were decoded, or on darkness. Collective."""
+    """Print lines on what images have lost in decoding, and on another range. Collective."""
     losses = sum(map(Counter, allgather(comm, images.count_losses())), Counter())
-    reach = max(allgather(comm, images.reach))
+    lows, highs = zip(*allgather(comm, images.limits), strict=True)
     if comm.rank == 0:
-        say_range(images, scale, reach)
+        say_range(images, scale, min(lows), max(highs))
     if losses and comm.rank == 0:
         counts = ", ".join(f"{count:,} {what}" for what, count in losses.items())
         say(f"of {len(images):,} images: {counts}", sys.stderr)

@@ -31,7 +31,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
-from hpctrain.data.scale import FLOATS, FULL, UNLIKE, Scale
+from hpctrain.data.scale import FLOATS, FULL, Scale
 from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.inference.network import Inference, find_model
@@ -168,7 +168,7 @@ class TrainedNetwork:
         pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
         opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
-        say_range(opened, self.scale, opened.reach)
+        say_range(opened, self.scale, *opened.limits)
         return self.inference.prepare(torch.from_numpy(pixels), 0)
 
     def predict(
@@ -192,7 +192,7 @@ class TrainedNetwork:
         bad = {row: why for block, _ in found for row, why in block.bad.items()}
         if not skip_bad:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
-        say_range(opened, self.scale, opened.reach)
+        say_range(opened, self.scale, *opened.limits)
         rows = np.array([row for block, _ in found for row in block.rows], np.int64)
         none = np.empty((0, len(self.classes)), np.float32)
         files = {"file": np.array([opened.names[row] for row in rows], str)}
@@ -257,15 +257,13 @@ class Images:
         if channels not in PICTURE_CHANNELS and any(isinstance(x, PICTURES) for x in images):
             takes = f"the network takes images of {channels} channels"
             raise UsageError(f"{takes}, and pictures have 1 or 3: give arrays to hp.load")
-        types = {getattr(image, "dtype", np.dtype(np.uint8)) for image in images}
-        if len(types) > 1:
-            raise UsageError(f"images of several types: {listed(sorted(map(str, types)))}")
-        self.dtype: np.dtype = types.pop() if types else np.dtype(np.uint8)
+        self.dtype: np.dtype = getattr(next(iter(images), None), "dtype", np.dtype(np.uint8))
         if self.dtype == np.uint8 and not network.scale.is_bytes:
             self.dtype = np.dtype(np.float32)
         self.are_files = any(isinstance(image, Path) for image in images)
         self._kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
-        self._reaches = np.zeros(len(images), np.float32)  # largest values, in the network's scale
+        self._lows = np.zeros(len(images), np.float32)  # smallest values, in the network's scale
+        self._highs = np.zeros(len(images), np.float32)
         packed = provenance.get("changed", {})  # by `pack`, which has compared their values
         self._had_16_bits = Change.SIXTEEN_BITS.name.lower() in packed
         self.names = [str(x) if self.are_files else f"image {n}" for n, x in enumerate(images)]
@@ -278,9 +276,11 @@ class Images:
         return self.names[index]
 
     @property
-    def reach(self) -> float:
-        """The largest absolute value in the network's scale that was read; 0 for bytes."""
-        return float(self._reaches.max(initial=0))
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest value that was read, as it was stored; of bytes 0 and 0."""
+        low = float(self._lows.min(initial=0))
+        high = float(self._highs.max(initial=0))
+        return low * self._scale.divisor, high * self._scale.divisor
 
     def count_losses(self) -> dict[str, int]:
         """Return how many of the images read so far have lost something, by what it is."""
@@ -308,7 +308,8 @@ class Images:
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
                 elif not self._scale.is_bytes:
-                    self._reaches[row] = np.abs(values).max()
+                    self._lows[row] = values.min()
+                    self._highs[row] = values.max()
 
         with decode_threads(self._threads) as threads:
             list(threads.map(read, out, indices.tolist()))
@@ -364,7 +365,13 @@ def open_images(network: TrainedNetwork, given: Any) -> Images:
             raise UsageError("files among arrays: give files only, or arrays only")
         return Images(network, list_images(images))
     arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in images]
-    return Images(network, arrays)
+    types = {getattr(array, "dtype", np.dtype(np.uint8)) for array in arrays}
+    if len(types) > 1:
+        raise UsageError(f"images of several types: {listed(sorted(map(str, types)))}")
+    if not types or np.dtype(np.uint8) in types:
+        return Images(network, arrays)
+    stored = [array for array in arrays if isinstance(array, np.ndarray)]  # there is no picture
+    return Images(network, network.scale.apply_to_all(stored))
 
 
 def is_batch(array: np.ndarray, image_shape: tuple[int, int, int]) -> bool:
@@ -391,7 +398,7 @@ def to_numpy(given: Any) -> np.ndarray:
 
 
 def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
-    """Return (H, W, C): uint8 of any size, or floats of the network's size and scale.
+    """Return (H, W, C): uint8 of any size, or stored values or floats of the network's size.
 
     Raises UsageError.
     """
@@ -409,7 +416,7 @@ def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
         return array
     types = FLOATS if scale.is_bytes else (*FULL, *FLOATS)
     if kind in types and array.shape == shape:
-        return scale.apply(array)
+        return array
     values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
     ways = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
     if shape[2] not in PICTURE_CHANNELS:
@@ -450,11 +457,12 @@ def _begins_as_archive(path: Path) -> bool:
         return False
 
 
-def say_range(images: Images, scale: Scale, reach: float) -> None:
-    """Print a line if images with values up to `reach` have another range than a training."""
-    if 0 < reach * UNLIKE < scale.reach or reach > UNLIKE * scale.reach:
-        here = f"the largest value of {counted(len(images), 'image')} is {reach * scale.divisor:g}"
-        say(f"{here}; the training was on {scale}", sys.stderr)
+def say_range(images: Images, scale: Scale, low: float, high: float) -> None:
+    """Print a line if images with values from `low` to `high` are unlike those of a training."""
+    here = scale._replace(low=low, high=high)
+    if here.reach and here.is_unlike(scale):
+        values = f"{counted(len(images), 'image')} with values from {low:g} to {high:g}"
+        say(f"{values}; the training was on {scale}", sys.stderr)
 
 
 def refuse_unusable(bad: Mapping[int, str], total: int, rest: str = "") -> None:

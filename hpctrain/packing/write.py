@@ -240,7 +240,9 @@ def _check_arrays(split: str, images: Any, labels: Any, classes: int) -> np.ndar
     if values.shape != shape[:1] or not 0 <= low <= high < classes:
         numbers = f" from {low} to {high}" if is_whole else ""
         advice = ""
-        if values.ndim == 2:
+        if values.size == shape[0] and values.ndim > 1:
+            advice = "; labels.reshape(-1) has this shape"
+        elif values.ndim == 2:
             advice = "; of one-hot ones, labels.argmax(1)"
         elif values.dtype.kind in "USO":
             advice = "; of names, numpy.unique(labels, return_inverse=True) gives classes and these"

@@ -70,6 +70,7 @@ WRONG = {  # splits, and what is named
     "shapes": ({"train": (IMAGES, LABELS), "test": (IMAGES[:, :3], LABELS)}, "(3, 4, 1)"),
     "fewer labels": ({"train": (IMAGES, LABELS[:-1])}, "(6,)"),
     "one-hot": ({"train": (IMAGES, np.eye(7))}, "(7, 7)"),
+    "a column": ({"train": (IMAGES, LABELS.reshape(-1, 1))}, "labels.reshape(-1)"),
     "floats": ({"train": (IMAGES.astype(float), LABELS)}, "float64"),
     "list": ({"train": (IMAGES.tolist(), LABELS)}, "list"),
     "flat": ({"train": (IMAGES.reshape(7, -1), LABELS)}, "(7, 20)"),

@@ -361,7 +361,30 @@ def test_values_far_from_those_of_the_training_are_said(tmp_path, capfd, case):
         noted = capfd.readouterr().err
         assert bool(noted) == is_noted
         if is_noted:
-            assert f"is {images.max():g}; the training was on {stored.dtype.name}" in noted
+            assert f"to {images.max():g}; the training was on {stored.dtype.name}" in noted
+
+
+@pytest.mark.parametrize("kind", ["of one sign", "signed"])
+def test_floats_as_they_are_are_compared_with_the_range_of_the_training(tmp_path, capfd, kind):
+    """Those of all images that are given at once, of which one may be dark."""
+    stored = (X / 5).astype("f4")
+    if kind == "signed":
+        stored = ((X - X.mean()) / X.std()).astype("f4")
+    network = train_on(tmp_path, stored, max_value=1.0)
+    capfd.readouterr()
+    unit = (X[:3] / 255).astype("f4")
+    given = np.concatenate([stored[:3], unit])
+    assert np.array_equal(network.preprocess(given)[:, 0].numpy(), given)
+    assert np.array_equal(network.preprocess([*given])[:, 0].numpy(), given)
+    assert capfd.readouterr().err == ""
+    if kind == "signed":
+        network.preprocess(unit)
+        assert "3 images with values from 0 to 1; the training" in capfd.readouterr().err
+        with pytest.raises(hp.UsageError, match="values from 0 to 255, and the training was on"):
+            network.preprocess(X.astype("f4"))
+    else:
+        with pytest.raises(hp.UsageError, match="values from 0 to 1, and the training was on"):
+            network.preprocess(unit)
 
 
 OTHERS = {  # of a network, what other files are: divided by this, or what the refusal names
