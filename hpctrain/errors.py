@@ -51,6 +51,11 @@ def first_line(error: object) -> str:
     return next(filter(None, lines), type(error).__name__)
 
 
+def one_line(error: BaseException) -> str:
+    """Return the class and the text of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
 def did_you_mean(
     word: str,
     known: Iterable[str],

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.errors import OwnCodeError, UsageError, did_you_mean
-from hpctrain.text import listed
+from hpctrain.errors import OwnCodeError, UsageError, did_you_mean, one_line
+from hpctrain.text import brief, listed
 
 SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
 PACKAGE = str(Path(__file__).parents[1])
@@ -109,11 +109,6 @@ def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: boo
         )
 
 
-def one_line(error: BaseException) -> str:
-    """Return the class and the text of an error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-
-
 def own_code_error(
     text: str, error: BaseException, place: str = "", hint: str = ""
 ) -> OwnCodeError:
@@ -128,9 +123,7 @@ def own_code_error(
         own = [frame for frame in frames if not NOT_NAMED.match(frame.filename)]
     places = [file_and_line(own[-1].filename, own[-1].lineno)] if own else []
     where = ", ".join([*places, place] if place else places)
-    what = one_line(error).partition(" Hint: ")[0]  # at torch's own settings
-    if len(what) > MOST_SHOWN:
-        what = f"{what[:MOST_SHOWN]}..."
+    what = brief(one_line(error).partition(" Hint: ")[0], MOST_SHOWN)  # at torch's own settings
     line = f"{text}: {what}{where and f' ({where})'}{hint}"
     if _traceback_file:
         try:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, load_toml, require_trust
-from hpctrain.config.functions import one_line
 from hpctrain.data.images import (
     LOSSES,
     BadImage,
@@ -33,7 +32,7 @@ from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.scale import FLOATS, FULL, Scale
 from hpctrain.data.split import Bad
-from hpctrain.errors import RunError, UsageError, first_line
+from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import build, input_like, load_weights, read_model
 from hpctrain.parallel.device import choose_device, explain_errors, place, torch_settings

@@ -23,13 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.config.functions import (
-    Imported,
-    import_function,
-    one_line,
-    own_code_error,
-)
-from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.config.functions import Imported, import_function, own_code_error
+from hpctrain.errors import UsageError, did_you_mean, one_line
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import Autoencoder, DigitsNet
 from hpctrain.models.weights import TYPES

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.config.functions import one_line
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, one_line
+from hpctrain.text import brief
 
 NUMBERS = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,4}")  # dtypes that are read; none holds objects
 
@@ -122,7 +122,7 @@ def read_torch_file(path: str | Path) -> Any:
     except UsageError:
         raise
     except Exception as error:
-        reason = f"cannot be read by torch.load: {one_line(error)[:200]}"
+        reason = f"cannot be read by torch.load: {brief(one_line(error), 200)}"
         if unknown := re.search(r"GLOBAL (\S+)", str(error)):
             reason = (
                 f"holds an object of the type {unknown[1]}, and no code of a file is executed to"
