@@ -73,13 +73,15 @@ def draw_images(scale: Scale, shape: tuple[int, ...], generator: torch.Generator
 @torch.no_grad()
 def main(settings: ExportConfig) -> int:
     """``hpctrain export``: write a network as ONNX or .pt2, after comparing it with torch."""
-    path, fixed = find_model(settings.run, settings.runs_dir, settings.best), settings.batch_size
+    path = find_model(settings.run, settings.runs_dir, settings.best)
+    fixed = settings.batch_size
     output = Path(settings.output) if settings.output else path.with_suffix(".onnx")
     check_output(output)
     network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code)
-    model, known = place(network.model, network.device, channels_last=False), network.metadata
-    shape, generator = (fixed or COMPARED, *network.image_shape), torch.Generator().manual_seed(0)
-    images = draw_images(network.scale, shape, generator)
+    metadata = network.metadata
+    model = place(network.model, network.device, channels_last=False)
+    shape = fixed or COMPARED, *network.image_shape
+    images = draw_images(network.scale, shape, torch.Generator().manual_seed(0))
     values = network.scale.apply(images.numpy())
     inputs = network.inference.prepare(torch.from_numpy(values), 0).contiguous()
     logging.disable(logging.WARNING)  # of torch's exporter
@@ -87,18 +89,19 @@ def main(settings: ExportConfig) -> int:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
             expected = network_output(model, inputs, "fp32")
             if settings.preprocess:
-                scaling = known["mean"] or [0.0], known["std"] or [1.0]
+                scaling = metadata["mean"] or [0.0], metadata["std"] or [1.0]
                 preprocess = Preprocess(scaling, network.scale.divisor, inputs.dtype)
                 model = nn.Sequential(preprocess, model)
                 inputs = images
             name = "scores" if network.inference.task.classes else "restored"
-            facts = {each: known[each] for each in KEPT}
+            facts = {key: metadata[key] for key in KEPT}
             facts |= {"preprocess": settings.preprocess, "output": name}
             model.eval().requires_grad_(False)
             write_file(file, output.suffix, model, inputs[: fixed or 2], bool(fixed), facts)
-            size, run = file.seek(0, os.SEEK_END), open_file(file, output.suffix)
+            size = file.seek(0, os.SEEK_END)
+            run = open_file(file, output.suffix)
             counts = {len(images), fixed or 1}
-            found = max(compare(run, inputs[:n], expected[:n]) for n in counts)
+            difference = max(compare(run, inputs[:n], expected[:n]) for n in counts)
     except (Failure, OSError):
         raise
     except Exception as error:  # some classes of onnxruntime are not public
@@ -107,13 +110,18 @@ def main(settings: ExportConfig) -> int:
         raise RunError(f"this network cannot be exported: {cause}{hint}") from error
     finally:
         logging.disable(logging.NOTSET)
-    shapes = [
-        f"{str(each.dtype)[6:]} ({', '.join(map(str, (fixed or 'N', *each.shape[1:])))})"
-        for each in (inputs, expected)
-    ]
-    say(f"{output}: {size / 1e6:,.1f} MB, {INPUT} {shapes[0]} -> {name} {shapes[1]}")
-    say(f"  differs from torch by at most {found:.2g} on {len(images)} images of random values")
+    given = describe(inputs, fixed)
+    result = describe(expected, fixed)
+    say(f"{output}: {size / 1e6:,.1f} MB, {INPUT} {given} -> {name} {result}")
+    count = len(images)
+    say(f"  differs from torch by at most {difference:.2g} on {count} images of random values")
     return 0
+
+
+def describe(batch: Tensor, fixed: int | None) -> str:
+    """Return the dtype and shape of a batch, with "N" unless its size is fixed."""
+    axes = ", ".join(map(str, (fixed or "N", *batch.shape[1:])))
+    return f"{str(batch.dtype).removeprefix('torch.')} ({axes})"
 
 
 def check_output(path: Path) -> None:
@@ -143,7 +151,7 @@ def write_file(
         program = torch.export.export(model, (inputs,), dynamic_shapes=varies)
         torch.export.save(program, file, extra_files={METADATA: json.dumps(facts)})
         return
-    made = torch.onnx.export(
+    exported = torch.onnx.export(
         model,
         (inputs,),
         dynamo=True,
@@ -152,10 +160,10 @@ def write_file(
         output_names=[facts["output"]],
         dynamic_shapes=varies,
     )
-    assert made is not None  # it is with dynamo
+    assert exported is not None  # it is with dynamo
     for name, value in facts.items():
-        made.model.metadata_props[name] = value if isinstance(value, str) else json.dumps(value)
-    file.write(made.model_proto.SerializeToString())
+        exported.model.metadata_props[name] = value if isinstance(value, str) else json.dumps(value)
+    file.write(exported.model_proto.SerializeToString())
 
 
 def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray]:
@@ -175,9 +183,10 @@ def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray]:
 
 def compare(run: Callable[[Tensor], np.ndarray], given: Tensor, expected: Tensor) -> float:
     """Return the largest difference of a file's output from `expected`. Raises RunError."""
-    found, wanted = run(given).astype(np.float64), expected.double().numpy()
+    output = run(given).astype(np.float64)
+    wanted = expected.double().numpy()
     limit = TOLERANCE * max(1.0, np.abs(wanted).max())
-    largest = float(np.abs(found - wanted).max())  # NaN if one of them is
+    largest = float(np.abs(output - wanted).max())  # NaN if one of them is
     if not largest <= limit:
         raise RunError(
             f"the file's output differs from the network's by {largest:.3g}, more than"

@@ -61,29 +61,39 @@ def classify(
     network: TrainedNetwork, source: Split | Images, settings: PredictConfig, comm: Comm
 ) -> None:
     """Write the answers to all images as CSV, and draw --figure of them at random. Collective."""
-    inference, output, total = network.inference, settings.output, len(source)
+    inference = network.inference
+    output = settings.output
+    total = len(source)
+    blocks = inference.blocks(total)
     drawn = random.Random(0).sample(range(total), min(settings.figure, total))
-    bad, answers, blocks = Bad(), list[Answer](), inference.blocks(total)
+    bad = Bad()
+    answers = list[Answer]()
     columns: dict[str, Callable[[int], str]] = {"file": source.source_of}
     if isinstance(source, Split):
-        columns = {"row": str} | ({"source": source.source_of} if source.source_of(0) else {})
-    first = [*columns, *["class"] * isinstance(source, Split)]
+        columns = {"row": str}
+        if source.source_of(0):
+            columns["source"] = source.source_of
+    header = [*columns]
+    if isinstance(source, Split):
+        header.append("class")
     mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
-    with ExitStack() as table, closing(inference.answers(source, mine)) as own:
+    with ExitStack() as table, closing(inference.answers(source, mine)) as predicted:
         with on_all(comm):
             if comm.rank == 0:
-                write = table.enter_context(open_predictions(output, network.classes, first))
+                write = table.enter_context(open_predictions(output, network.classes, header))
         for _ in range(0, blocks, comm.size):
             with on_all(comm):
-                found = next(own, None)
+                part = next(predicted, None)
             with waiting("rank 0"):
-                gathered = comm.gather(found)
+                gathered = comm.gather(part)
             with on_all(comm):
                 for block, probabilities in filter(None, gathered or ()):
                     names = [tuple(t(row) for t in columns.values()) for row in block.rows.tolist()]
                     write(names, block.labels, probabilities)
-                    each = probabilities.argmax(1), probabilities.max(1)
-                    answers += block.answers(*each, np.isin(block.rows, drawn))
+                    is_drawn = np.isin(block.rows, drawn)
+                    answers += block.answers(
+                        probabilities.argmax(1), probabilities.max(1), is_drawn
+                    )
                     bad |= block.bad
         if isinstance(source, Images):
             say_losses(source, network.scale, comm)
@@ -120,11 +130,11 @@ def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, co
     """
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
     stems = [Path(file).stem for file in images.names]
-    alike = len({*stems}) < len(stems)
-    names = [
-        f"{number:06}-{stem}.png" if alike else f"{stem}.png" for number, stem in enumerate(stems)
-    ]
-    inference, bad = network.inference, Bad()
+    if len({*stems}) < len(stems):
+        stems = [f"{number:06}-{stem}" for number, stem in enumerate(stems)]
+    names = [f"{stem}.png" for stem in stems]
+    inference = network.inference
+    bad = Bad()
     mine = range(comm.rank, inference.blocks(len(images)), comm.size)
     with on_all(comm):
         with writing(folder):

@@ -80,20 +80,20 @@ METADATA: dict[str, tuple[type | None, ...]] = {
 }
 
 
-def check_metadata(known: Mapping[str, Any]) -> None:
-    """Raise KeyError, TypeError or ValueError for metadata that are not as in `METADATA`."""
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for metadata that is not as in `METADATA`."""
     for name, types in METADATA.items():
-        value = known[name]
+        value = metadata[name]
         if (None if value is None else type(value)) not in types:
             raise TypeError(f"{name} is {brief(value, 40)}")
-    if known["evaluation_rows"] < 1:
-        raise ValueError(f"evaluation_rows is {known['evaluation_rows']}")
-    _, _, channels = known["image_shape"]
-    sizes = {"mean": channels, "std": channels, "class_weights": len(known["classes"])}
+    if metadata["evaluation_rows"] < 1:
+        raise ValueError(f"evaluation_rows is {metadata['evaluation_rows']}")
+    _, _, channels = metadata["image_shape"]
+    sizes = {"mean": channels, "std": channels, "class_weights": len(metadata["classes"])}
     for name, size in sizes.items():
-        if known[name] and len(known[name]) != size:
-            raise ValueError(f"{name} has {len(known[name])} values, not {size}")
-    if bool(known["mean"]) != bool(known["std"]):
+        if metadata[name] and len(metadata[name]) != size:
+            raise ValueError(f"{name} has {len(metadata[name])} values, not {size}")
+    if bool(metadata["mean"]) != bool(metadata["std"]):
         raise ValueError("there is a mean without std, or std without mean")
 
 
@@ -106,33 +106,37 @@ class TrainedNetwork:
         Raises UsageError for a file not written by hpctrain, and if it names a function of the
         user's own without `trust_code`.
         """
-        state, known = read_model(path)
+        state, metadata = read_model(path)
         try:
-            check_metadata(known)
-            last, scaling = known["channels_last"], known["mean"] and (known["mean"], known["std"])
-            shape, classes = tuple(known["image_shape"]), tuple(known["classes"])
-            require_trust({"model": known["model"]}, path, trust_code)
+            check_metadata(metadata)
+            scale = Scale(**metadata["scale"])
+            shape = tuple(metadata["image_shape"])
+            classes = tuple(metadata["classes"])
+            require_trust({"model": metadata["model"]}, path, trust_code)
             with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
-                model = build(known["model"], shape, len(classes), known["small_stem"])
-            scale = Scale(**known["scale"])
+                model = build(metadata["model"], shape, len(classes), metadata["small_stem"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{path} holds weights but not the network they belong to ({one_line(error)}): it"
                 " was not written at the end of a run of this hpctrain"
             ) from error
         load_weights(model, state, path)
-        self.path, self.device, self._trust_code = path, device, trust_code
-        self.model: nn.Module = place(model.eval(), device, last)  # plain torch
+        channels_last = metadata["channels_last"]
+        scaling = metadata["mean"] and (metadata["mean"], metadata["std"])
+        self.path = path
+        self.device = device
+        self._trust_code = trust_code
+        self.model: nn.Module = place(model.eval(), device, channels_last)  # plain torch
         self.classes: tuple[str, ...] = classes
         self.image_shape: tuple[int, int, int] = shape  # (H, W, C)
         self.scale: Scale = scale  # of the training's images
         #: All that the file holds: names of the network and the pack, step, figures and so on.
-        self.metadata: dict[str, Any] = known
+        self.metadata: dict[str, Any] = metadata
         self.decoders: int | None = None  # threads that decode files; None: as `Split` does
         like = input_like(model)
-        task = make_task(known, len(classes), like)
-        prepare = make_prepare(device, like.dtype, last, scaling)
-        self.inference = Inference(model, task, prepare, known["evaluation_rows"])
+        task = make_task(metadata, len(classes), like)
+        prepare = make_prepare(device, like.dtype, channels_last, scaling)
+        self.inference = Inference(model, task, prepare, metadata["evaluation_rows"])
 
     def __repr__(self) -> str:
         height, width, channels = self.image_shape
@@ -163,7 +167,8 @@ class TrainedNetwork:
         Raises UsageError if their scale is another or cannot be known, and RunError for files that
         cannot be used.
         """
-        opened, bad = open_images(self, images), Bad()
+        opened = open_images(self, images)
+        bad = Bad()
         pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
         opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
@@ -187,20 +192,22 @@ class TrainedNetwork:
         inference = self.inference._replace(rows=batch_size or self.inference.rows)
         smaller = explain_errors(RunError, "a smaller batch_size needs less")
         with torch_settings(inference.task.precision, benchmark=False), smaller:
-            found = list(inference.answers(opened, range(inference.blocks(len(opened)))))
-        bad = {row: why for block, _ in found for row, why in block.bad.items()}
+            blocks = range(inference.blocks(len(opened)))
+            answers = list(inference.answers(opened, blocks))
+        bad = Bad()
+        for block, _ in answers:
+            bad |= block.bad
         if not skip_bad:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
         say_range(opened, self.scale, *opened.limits)
-        rows = np.array([row for block, _ in found for row in block.rows], np.int64)
+        rows = np.array([row for block, _ in answers for row in block.rows], np.int64)
+        column = {"row": rows}
+        if opened.are_files:
+            column = {"file": np.array([opened.names[row] for row in rows], str)}
         none = np.empty((0, len(self.classes)), np.float32)
-        files = {"file": np.array([opened.names[row] for row in rows], str)}
-        return Predictions(
-            files if opened.are_files else {"row": rows},
-            self.classes,
-            np.concatenate([none, *(probabilities for _, probabilities in found)]),
-            {opened.names[row]: bad[row] for row in sorted(bad)},
-        )
+        probabilities = np.concatenate([none, *(part for _, part in answers)])
+        unusable = {opened.names[row]: bad[row] for row in sorted(bad)}
+        return Predictions(column, self.classes, probabilities, unusable)
 
 
 class Predictions(dict[str, np.ndarray]):
@@ -219,12 +226,15 @@ class Predictions(dict[str, np.ndarray]):
         probabilities: np.ndarray,
         unusable: dict[str, str],
     ) -> None:
-        labels, columns = probabilities.argmax(1), answer_columns(classes)
+        labels = probabilities.argmax(1)
+        columns = answer_columns(classes)
         super().__init__(names)
-        self["prediction"], self["label"] = np.array(columns)[labels], labels
+        self["prediction"] = np.array(columns)[labels]
+        self["label"] = labels
         self["probability"] = probabilities.max(1)
         self.update(zip(columns, probabilities.T, strict=True))
-        self.probabilities, self.unusable = probabilities, unusable
+        self.probabilities = probabilities
+        self.unusable = unusable
 
 
 # Images that are no split of a pack
@@ -265,7 +275,9 @@ class Images:
         self._highs = np.zeros(len(images), np.float32)
         packed = provenance.get("changed", {})  # by `pack`, which has compared their values
         self._had_16_bits = Change.SIXTEEN_BITS.name.lower() in packed
-        self.names = [str(x) if self.are_files else f"image {n}" for n, x in enumerate(images)]
+        self.names = [f"image {number}" for number in range(len(images))]
+        if self.are_files:
+            self.names = list(map(str, images))
 
     def __len__(self) -> int:
         return len(self._given)
@@ -358,9 +370,9 @@ def open_images(network: TrainedNetwork, given: Any) -> Images:
         images = list(given)
     except TypeError:
         raise UsageError(f"{brief(given)} is no image, and no list of images") from None
-    files = [isinstance(each, str | os.PathLike) for each in images]
-    if any(files):
-        if not all(files):
+    are_files = [isinstance(image, str | os.PathLike) for image in images]
+    if any(are_files):
+        if not all(are_files):
             raise UsageError("files among arrays: give files only, or arrays only")
         return Images(network, list_images(images))
     arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in images]
@@ -407,7 +419,8 @@ def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
     if array.ndim == 2 and array.shape[1] == math.prod(shape) and array.shape != shape[:2]:
         axes = ", ".join(map(str, shape))
         raise UsageError(f"flat images {array.shape}: reshape them to (N, {axes})")
-    array = array[..., None] if array.ndim == 2 else array
+    if array.ndim == 2:
+        array = array[..., None]
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     kind = array.dtype.name
     is_picture = array.ndim == 3 and array.shape[2] in PICTURE_CHANNELS and array.size

@@ -63,7 +63,8 @@ class PackWriter:
         counts: number of samples by split, as `ordered`; labels: (N,); image_shape: (H, W, C);
         sizes: of JPEG files in bytes, (N,); names: where the samples come from, N of them.
         """
-        self._file, self._shape = file, image_shape
+        self._file = file
+        self._shape = image_shape
         stops = dict(zip(counts, accumulate(counts.values()), strict=True))
         self._rows = {split: slice(stop - counts[split], stop) for split, stop in stops.items()}
         self.places = np.zeros(len(labels), np.int64)
@@ -76,7 +77,8 @@ class PackWriter:
 
         with self._open("w") as pack:
             for split, rows in self._rows.items():
-                group, count = pack.create_group(split), counts[split]
+                group = pack.create_group(split)
+                count = counts[split]
                 if sizes is None:
                     ends = np.arange(count + 1) * math.prod(image_shape)
                     first = _allocate(group, "images", "u1", (count, *image_shape))
@@ -88,7 +90,7 @@ class PackWriter:
                 add(group, "labels", labels[rows].astype("<i4"))
                 _allocate(group, "crc32", "<u4", (count,))
                 if names is not None:
-                    lengths = np.fromiter((len(_encoded(each)) for each in names[rows]), np.int64)
+                    lengths = np.fromiter((len(_encoded(name)) for name in names[rows]), np.int64)
                     add(group, "names", np.frombuffer(_encoded("".join(names[rows])), np.uint8))
                     add(group, "name_offsets", _ends(lengths))
 
@@ -105,7 +107,8 @@ class PackWriter:
         crc32: (N,) uint32; sums: of train's pixels and of their squares, (2, C), exact integers.
         """
         pixels = self._rows["train"].stop * self._shape[0] * self._shape[1]  # it is the first
-        mean, std = [], []
+        mean = []
+        std = []
         for value, square in sums.T.tolist():
             mean.append(value / (255 * pixels))
             std.append(math.sqrt(pixels * square - value**2) / (255 * pixels))  # integers: exact
@@ -119,7 +122,8 @@ class PackWriter:
             file.attrs["classes"] = np.array(encoded, text)
             file.attrs["image_shape"] = np.array(self._shape, "<i8")
             file.attrs["fit"] = np.array(fit.encode(), "S8")
-            file.attrs["mean"], file.attrs["std"] = np.array(mean), np.array(std)
+            file.attrs["mean"] = np.array(mean)
+            file.attrs["std"] = np.array(std)
             file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
             checksums = {split: crc32[rows] for split, rows in self._rows.items()}
             for split, values in checksums.items():
@@ -186,7 +190,9 @@ def write_pack(
     Call this function in one process only. Raises UsageError if the arrays do not fit together or
     the file exists or cannot be written, RunError if the disk is full.
     """
-    output, classes, provenance = Path(path), [*classes], dict(provenance or {})
+    output = Path(path)
+    classes = [*classes]
+    provenance = dict(provenance or {})
     if output.exists() and not overwrite:
         raise UsageError(f"{output} exists: give another path, or replace it with overwrite=True")
     if "train" not in splits:
@@ -202,11 +208,14 @@ def write_pack(
         json.dumps(provenance, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(f"the provenance cannot be written as JSON: {error}") from None
-    shape, labels = shapes["train"], np.concatenate([*by_split.values()])
+    shape = shapes["train"]
+    labels = np.concatenate([*by_split.values()])
     size = math.prod(shape)
     step = max(1, SLAB_BYTES // size)
-    counts = {name: len(of) for name, of in by_split.items()}
-    sums, crc32, row = np.zeros((2, shape[2]), np.uint64), np.zeros(len(labels), np.uint32), 0
+    counts = {name: len(values) for name, values in by_split.items()}
+    sums = np.zeros((2, shape[2]), np.uint64)
+    crc32 = np.zeros(len(labels), np.uint32)
+    row = 0
     with writing(output), whole_file(output) as file:
         writer = PackWriter(file, counts, labels, shape)
         for name, count in counts.items():
@@ -236,9 +245,14 @@ def _check_arrays(split: str, images: Any, labels: Any, classes: int) -> np.ndar
     except ValueError as error:  # of lists of different lengths
         raise UsageError(f"labels of {split} are no array: {first_line(error)}") from None
     is_whole = values.dtype.kind in "biu" and values.size > 0
-    low, high = (int(values.min()), int(values.max())) if is_whole else (-1, -1)
-    if values.shape != shape[:1] or not 0 <= low <= high < classes:
-        numbers = f" from {low} to {high}" if is_whole else ""
+    is_valid = False
+    numbers = ""
+    if is_whole:
+        low = int(values.min())
+        high = int(values.max())
+        is_valid = 0 <= low <= high < classes
+        numbers = f" from {low} to {high}"
+    if values.shape != shape[:1] or not is_valid:
         advice = ""
         if values.size == shape[0] and values.ndim > 1:
             advice = "; labels.reshape(-1) has this shape"
