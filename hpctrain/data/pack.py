@@ -171,7 +171,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
         if file.attrs.get("format") != FORMAT.encode():
-            hint = "make one with 'hpctrain pack', or train on it with --images and --labels"
+            hint = "make one with hp.write_pack, or train on it with --images and --labels"
             raise Unusable(f"it is not a pack: {hint}; it holds {listed(file)}")
         if (version := int(file.attrs["version"])) != VERSION:
             raise Unusable(f"its format version is {version}, not {VERSION}: pack again")

@@ -399,6 +399,16 @@ OTHERS = {  # of a network, what other files are: divided by this, or what the r
 }
 
 
+def test_a_network_of_a_pack_is_evaluated_on_packs(tmp_path):
+    """And the refusal of another file says what makes a pack of arrays."""
+    images = X.astype("u1")
+    hp.write_pack(tmp_path / "pack.h5", {"train": (images, LABELS)}, "01")
+    run = train(tmp_path, tmp_path / "pack.h5", batch_size=10)
+    path = write(tmp_path / "b.h5", images, LABELS)
+    with pytest.raises(hp.UsageError, match=r"b\.h5: it is not a pack: .* hp\.write_pack"):
+        hp.evaluate(run, data=str(path), trust_code=True, threads=1)
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_files_are_evaluated_in_the_scale_of_the_training(tmp_path, case):
     """The loss is that of the network of torch on these values, or the file is refused."""
