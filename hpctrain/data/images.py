@@ -67,7 +67,8 @@ TURNS = {
 }
 TRIES = 10  # of a random crop
 NUMBERS = 2 * TRIES + 2  # area and ratio of each try, and the position
-MIN_RATIO, MAX_RATIO = 3 / 4, 4 / 3
+MIN_RATIO = 3 / 4
+MAX_RATIO = 4 / 3
 MAX_THREADS = 8
 GRAY_ALPHA_16 = "LA;16B"  # which Pillow opens as RGBA
 GROUNDS = {"white": (255, 255, 255, 255), "black": (0, 0, 0, 255)}
@@ -173,7 +174,8 @@ class Crop(NamedTuple):
         """Return the crop of an image of this size: left, top, right, bottom."""
         for i in range(TRIES):
             share = self.min_area + self.numbers[2 * i] * (1 - self.min_area)
-            low, high = math.log(MIN_RATIO), math.log(MAX_RATIO)
+            low = math.log(MIN_RATIO)
+            high = math.log(MAX_RATIO)
             ratio = math.exp(low + self.numbers[2 * i + 1] * (high - low))
             w = round(math.sqrt(width * height * share * ratio))
             h = round(math.sqrt(width * height * share / ratio))
@@ -183,7 +185,8 @@ class Crop(NamedTuple):
                 return left, top, left + w, top + h
         w = min(width, max(1, round(height * MAX_RATIO)))
         h = min(height, max(1, round(width / MIN_RATIO)))
-        left, top = (width - w) // 2, (height - h) // 2
+        left = (width - w) // 2
+        top = (height - h) // 2
         return left, top, left + w, top + h
 
 
@@ -380,10 +383,13 @@ def _fit_bytes(image: Image.Image, box: Box, fit: Fit, changes: Changes) -> byte
 
 def _compare(image: Image.Image, box: Box, fit: Fit, orientation: int, changes: Changes) -> None:
     """Note how an image differs in size and channels from `fit`."""
-    width, height = box[2] - box[0], box[3] - box[1]
+    left, top, right, bottom = box
+    width = right - left
+    height = bottom - top
     if orientation in SIDEWAYS:
         width, height = height, width
-    wide, high = width * fit.height, height * fit.width  # equal if the proportions are
+    wide = width * fit.height  # equal to `high` if the proportions are
+    high = height * fit.width
     if abs(wide - high) > ASPECT_TOLERANCE * high:
         changes.kinds |= Change.CROPPED if fit.crop else Change.STRETCHED
     if fit.width > width or fit.height > height:
@@ -401,8 +407,10 @@ def _resize(image: Image.Image, box: Box, fit: Fit, orientation: int = 1) -> Ima
     if fit.crop:  # the largest centred part of these proportions
         left, top, right, bottom = box
         scale = min((right - left) / size[0], (bottom - top) / size[1])
-        width, height = min(scale * size[0], right - left), min(scale * size[1], bottom - top)
-        x, y = left + (right - left - width) / 2, top + (bottom - top - height) / 2
+        width = min(scale * size[0], right - left)
+        height = min(scale * size[1], bottom - top)
+        x = left + (right - left - width) / 2
+        y = top + (bottom - top - height) / 2
         box = x, y, min(x + width, right), min(y + height, bottom)
     if image.size != size or box != (0, 0, *size):
         image = image.resize(size, Image.Resampling.BILINEAR, box=box)
