@@ -166,8 +166,10 @@ def _judge_mpi(ranks: Ranks) -> Iterable[Finding]:
 
 
 def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
-    cores, quotas = allowed_cores(), [quota.cores for quota in cpu_quotas()]
-    threads, share = whole_cores(len(cores), *quotas), min(quotas, default=math.inf)
+    cores = allowed_cores()
+    quotas = [quota.cores for quota in cpu_quotas()]
+    threads = whole_cores(len(cores), *quotas)
+    share = min(quotas, default=math.inf)
     if mpi:
         from hpctrain.parallel.hosts import share_cores
 
@@ -176,8 +178,13 @@ def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
         share = job.quota
     names = ("OMP_NUM_THREADS", *BINDING)
     variables = {name: os.environ[name] for name in names if os.environ.get(name)}
-    facts = {"cores": cores, "quota": share, "threads": threads, "variables": variables}
-    return {**facts, "host_cores": os.cpu_count() or 1}
+    return {
+        "cores": cores,
+        "quota": share,
+        "threads": threads,
+        "variables": variables,
+        "host_cores": os.cpu_count() or 1,
+    }
 
 
 def _judge_cores(ranks: Ranks) -> Iterable[Finding]:

@@ -227,12 +227,15 @@ class Watchdog:
     def __init__(
         self, rank: int, size: int, host: str, timeout: float, whole: bool = False
     ) -> None:
-        self.host, self.timeout = host, timeout
+        self.host = host
+        self.timeout = timeout
         self.set_rank(rank, size)
         self.abort: Callable[[int], Any] | None = None
         #: Seconds without a new report after which this rank counts as hung.
         self.limit = timeout + IMPORTS if whole else timeout
-        self._whole, self._failed, self._init_reported = whole, False, False
+        self._whole = whole
+        self._failed = False
+        self._init_reported = False
         self._folder: Path | None = None  # of heartbeats
         self._stack = 2  # descriptor of the file for stacks; stderr before there is a folder
         self.activity, self._since = "start", time.monotonic()

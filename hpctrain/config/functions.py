@@ -118,11 +118,11 @@ def own_code_error(
     of `tracebacks_in`.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_own_file(frame.filename)]
-    if not own and not place:  # a library's line is better than none
-        own = [frame for frame in frames if not NOT_NAMED.match(frame.filename)]
-    places = [file_and_line(own[-1].filename, own[-1].lineno)] if own else []
-    where = ", ".join([*places, place] if place else places)
+    named = [frame for frame in frames if is_own_file(frame.filename)]
+    if not named and not place:  # a library's line is better than none
+        named = [frame for frame in frames if not NOT_NAMED.match(frame.filename)]
+    places = [file_and_line(frame.filename, frame.lineno) for frame in named[-1:]]
+    where = ", ".join(filter(None, [*places, place]))
     what = brief(one_line(error).partition(" Hint: ")[0], MOST_SHOWN)  # at torch's own settings
     line = f"{text}: {what}{where and f' ({where})'}{hint}"
     if _traceback_file:
@@ -139,7 +139,8 @@ def own_code_error(
 def tracebacks_in(file: Path) -> Iterator[None]:
     """Write the traceback of an error in code of the user's own to `file` in the block."""
     global _traceback_file
-    before, _traceback_file = _traceback_file, file
+    before = _traceback_file
+    _traceback_file = file
     try:
         yield
     finally:
@@ -169,7 +170,7 @@ def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
     """
     import hashlib  # not for --help
 
-    found: dict[str, object] = {}
+    code: dict[str, object] = {}
     for name, value in settings.items():
         module = sys.modules.get(str(value).partition(":")[0])
         if is_own(name, value):
@@ -178,10 +179,10 @@ def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
             if file and os.path.isfile(file):  # it may have been removed since
                 content = Path(file).read_bytes()
             digest = hashlib.sha256(content).hexdigest()[:12]
-            found[f"the file of --{name} {value}"] = f"SHA-256 {digest}..."
+            code[f"the file of --{name} {value}"] = f"SHA-256 {digest}..."
         elif name == "model" and module is not None and str(value).startswith("timm:"):
-            found["timm"] = module.__version__
-    return found
+            code["timm"] = module.__version__
+    return code
 
 
 def _note_place(module_name: str) -> None:

@@ -126,7 +126,8 @@ def core_notes(host: HostCores, threads: int, setting: str) -> list[str]:
 
     `threads` is the number of each rank, which `setting` may have asked for.
     """
-    ranks, cores = counted(host.ranks, "rank"), counted(host.cores, "core")
+    ranks = counted(host.ranks, "rank")
+    cores = counted(host.cores, "core")
     notes = []
     if host.quota < host.allowed:
         time = f"CPU time of {host.quota:.3g} of {host.allowed} cores of a host"

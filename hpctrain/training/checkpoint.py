@@ -126,7 +126,8 @@ class Writer:
         self, run: Path, step: int, tensors: Tensors, metadata: Mapping[str, Any]
     ) -> None:
         """Write the best network; one before it moves beside the checkpoints that name it."""
-        named, earlier = named_steps(run), [each for each in best_steps(run) if each != step]
+        named = named_steps(run)
+        earlier = [other for other in best_steps(run) if other != step]
         self._best = write_tensors(best_file(run, step), tensors, metadata, "best")
         for old in earlier:
             path = best_file(run, old)

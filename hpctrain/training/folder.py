@@ -137,7 +137,9 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
 
 def stretched(run: Run, epochs: int) -> str:
     """Return a note if the learning rate is another one than with `epochs`; "" if it is not."""
-    config, plan, step = run.config, run.plan, run.progress.step
+    config = run.config
+    plan = run.plan
+    step = run.progress.step
     if not step:
         return ""
     last = learning_rate(config, dataclasses.replace(plan, epochs=epochs), step - 1)

@@ -118,7 +118,8 @@ def check_network(
     config: Config,
 ) -> Probe:
     """Run the checks of `probe_model` with inputs (n, C, H, W); an output has this `shape`."""
-    model, key = norms.model, random_key(config.seed, "probe")
+    model = norms.model
+    key = random_key(config.seed, "probe")
 
     def forward(inputs: Tensor, precision: str = task.precision) -> Tensor:
         output = network_output(model, inputs, precision)
@@ -207,7 +208,10 @@ def check_repeats(
         named = norms.model.named_buffers()
         return {f"buffer {name}": bits(buffer) for name, buffer in named if not norms.owns(buffer)}
 
-    first, other, before, outputs = inputs[:ROWS], inputs[-ROWS:], buffers(), []
+    first = inputs[:ROWS]
+    other = inputs[-ROWS:]
+    before = buffers()
+    outputs = []
     given = first.clone()
     with fork_rng(inputs.device):
         for samples, seed in ((first, key), (other, key + 1), (first, key)):
@@ -237,7 +241,8 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
 
     Many networks begin with such a classifier, or end of a residual block: it hides what is before.
     """
-    generator, zeros = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    zeros = []
     for parameter in model.parameters():
         if parameter.dtype not in (torch.float32, torch.float64) or not parameter.numel():
             continue
@@ -259,9 +264,9 @@ def check_samples(model: nn.Module, forward: Forward, inputs: Tensor, key: int) 
     (n, C, H, W): a network that rounds its values may answer otherwise where one is on an edge.
     """
     with fork_rng(inputs.device):
-        found = find_difference(model, forward, inputs, key)
-        if found and find_difference(model, forward, inputs.flip(0), key):
-            raise UsageError(found)
+        difference = find_difference(model, forward, inputs, key)
+        if difference and find_difference(model, forward, inputs.flip(0), key):
+            raise UsageError(difference)
 
 
 def find_difference(model: nn.Module, forward: Forward, inputs: Tensor, key: int) -> str:
@@ -271,8 +276,10 @@ def find_difference(model: nn.Module, forward: Forward, inputs: Tensor, key: int
     in another place, and alone. The text names the first layer whose output differs.
     """
     paler = (inputs + inputs.flip(-1).roll(1, 0)) / 2  # others of a smaller range
-    first, last = torch.cat([paler[:1], inputs[1:]]), torch.cat([paler[1:], paler[:1]])
-    given, seed = Batch(first, 0, key), key + 1
+    first = torch.cat([paler[:1], inputs[1:]])
+    last = torch.cat([paler[1:], paler[:1]])
+    given = Batch(first, 0, key)
+    seed = key + 1
     whole = given.pass_through(forward)
     if not whole.isfinite().any():
         return not_finite(model, forward, given)
@@ -372,7 +379,8 @@ def find_layer(model: nn.Module, forward: Forward, first: Batch, second: Batch) 
             continue
         if is_close(one.output, other.output, one.output):
             continue
-        kind, name = type(one.module).__name__, names[one.module]
+        kind = type(one.module).__name__
+        name = names[one.module]
         layer = f"layer {name}, {kind}" if name else f"forward of {kind}"
         if one.given is None or other.given is None:
             return f" (seen first in {layer})"
