@@ -9,7 +9,8 @@ an error. What is done about it here:
   scans and a missing end are found (ITU-T T.81, annex B); damage within one of several scans, or
   between restart markers, may stay unnoticed.
 * JPEG 2000: of more than 8 bits, it is read if it is 16-bit gray: Pillow rounds others beyond 255.
-* TIFF: layouts that Pillow reads wrongly are refused; one page must be the picture.
+* TIFF: layouts that Pillow reads wrongly are refused; one page must be the picture. The Adler-32 of
+  deflated data is compared, before which libtiff may stop (this doubles the time of decoding).
 
 Others hold no checksums: they are whole if they are not cut short.
 """
@@ -116,6 +117,8 @@ MASK = 4
 OLD_THUMBNAIL = 2  # SubfileType
 PLANAR = 2  # PlanarConfiguration
 SIGNED = 2  # SampleFormat
+DEFLATE = (8, 32946)  # Compression
+REVERSED = 2  # FillOrder
 WHITE_IS_ZERO = 0  # PhotometricInterpretation
 YCBCR = 6
 
@@ -184,6 +187,8 @@ def load_whole(image: ImageFile, data: bytes, reach: int = 0) -> tuple[ImageFile
         return load_jpeg(image, data, reach), box
     if image.format == "PNG":
         check_png(data)
+    if image.format == "TIFF":
+        check_deflated(tiff_tags(image), data)
     try:
         image.load()
     except OSError as error:
@@ -265,6 +270,16 @@ def check_png(data: bytes) -> None:
             at = end + 4
     except struct.error:
         raise ValueError("cut short: the PNG has no end") from None
+
+
+def check_deflated(tags: Mapping[int, Any], data: bytes) -> None:
+    """Raise zlib.error if a strip or tile of a deflated TIFF is damaged, which libtiff ignores."""
+    if tags.get(Tag.Compression) not in DEFLATE or tags.get(Tag.FillOrder) == REVERSED:
+        return
+    offsets = tags.get(Tag.StripOffsets) or tags.get(Tag.TileOffsets, ())
+    sizes = tags.get(Tag.StripByteCounts) or tags.get(Tag.TileByteCounts, ())
+    for offset, size in zip(offsets, sizes, strict=True):
+        zlib.decompress(data[offset : offset + size])
 
 
 def find_scan_end(data: bytes, at: int) -> tuple[int, list[int]]:

@@ -345,6 +345,7 @@ PNG = encode(LARGE)
 LZW = encode(LARGE, "TIFF", compression="tiff_lzw")
 PROGRESSIVE = encode(LARGE, "JPEG", progressive=True)
 NOISE2 = np.random.default_rng(2).bytes(len(PROGRESSIVE))
+LONG = zlib.compress(GRAYS.tobytes() + bytes(9))  # libtiff stops before the Adler-32
 NOISE = np.random.default_rng(1).bytes(len(JPEG)).replace(b"\xff", b"\xfe")
 DAMAGED = {
     "png: a byte": (PNG[:900] + bytes([PNG[900] ^ 1]) + PNG[901:], "CRC-32"),
@@ -363,6 +364,7 @@ DAMAGED = {
     "progressive: last scans": (PROGRESSIVE[:3000] + b"\xff\xd9", "lacks scans"),
     "progressive: no end": (PROGRESSIVE[:-2], "no end"),
     "LZW tiff: zeros": (LZW[:600] + bytes(60) + LZW[660:], "TIFF of a kind.* or a damaged one"),
+    "deflated tiff": (deflated_tiff(GRAYS, LONG[:-1] + b"x"), "decompressing"),
     **{f"half of {kind}": (encode(LARGE, kind)[:4000], "") for kind in ("GIF", "TIFF", "BMP")},
     **{f"half of {kind}": (encode(LARGE, kind)[:4000], "") for kind in ("WEBP", "JPEG2000", "PPM")},
 }  # fmt: skip
