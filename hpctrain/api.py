@@ -26,7 +26,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, find_folder
 from hpctrain.report.history import History
 from hpctrain.text import brief
-from hpctrain.watchdog import Watchdog, doing
+from hpctrain.watchdog import CALLBACK, Watchdog, current, doing
 
 if TYPE_CHECKING:
     from hpctrain.inference.evaluate import Evaluation
@@ -108,6 +108,10 @@ def _all_ranks(name: str, given: Settings, more: dict[str, Any]) -> Iterator[tup
     ranks have aborts all, as on the command line; others are raised.
     """
     require_mpi_launcher()
+    outer = current()
+    if outer and outer.size > 1 and outer.activity == CALLBACK:
+        text = "all ranks must call it, and on_evaluation is called on rank 0 alone"
+        raise UsageError(f"hpctrain.{name} in on_evaluation: {text}")
     chosen, failure = given, None
     try:
         chosen = _settings(given, more, name)

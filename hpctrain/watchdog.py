@@ -48,6 +48,7 @@ HANG = "hang"  # in that folder: a hang was found and all ranks exit
 BEAT_EVERY = 5.0  # seconds
 WAITING = "waiting for "  # prefix of the activity of a rank that waits for others
 MPI_INIT = f"{WAITING}all in MPI_Init"
+CALLBACK = "calling on_evaluation"  # on rank 0 alone
 SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
 IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
 PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell who works

@@ -129,13 +129,18 @@ def check_forward(
     """Pass two black images (H, W, C) through `model` in evaluation mode.
 
     Raises UsageError if that fails, and as `check_output` and `check_names` do. Torch's
-    generator is restored; lazy layers get their shapes.
+    generator and the modules' attributes are restored; lazy layers get their shapes.
     """
     height, width, channels = image_shape
     images = input_like(model).new_zeros((2, channels, height, width))
     names = set(model.state_dict())
     try:
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            evaluating(model),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            restored_attributes(model),
+        ):
             check_output(model, model(images), len(images), output)
     except UsageError:
         raise
@@ -165,6 +170,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(modes[model])
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Give all modules, after the block, the attributes that they had before it.
+
+    What was changed in place is kept, as are parameters, buffers, modes and lazy layers' shapes.
+    """
+    before = {module: (type(module), dict(vars(module))) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, (kind, attributes) in before.items():
+            if type(module) is kind:  # else it was a lazy layer
+                mode = module.training
+                for name in vars(module).keys() - attributes.keys():
+                    del vars(module)[name]
+                vars(module).update(attributes)
+                module.training = mode
 
 
 def check_names(before: Iterable[str], after: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.files import writing
 from hpctrain.report.record import encode_record, parse_record
-from hpctrain.watchdog import doing, running_time
+from hpctrain.watchdog import CALLBACK, doing, running_time
 
 STOP_FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between checks of the file system
@@ -91,7 +91,7 @@ class Control:
         stop.
         """
         if self._on_evaluation:
-            doing("calling on_evaluation")
+            doing(CALLBACK)
             self._stop_seen |= bool(self._on_evaluation(parse_record(encode_record(record))))
 
     def ended(self) -> None:

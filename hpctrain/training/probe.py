@@ -4,9 +4,10 @@ It shows what each batch-norm layer sees, and that a forward pass depends on the
 statistics and input alone: how often a rank calls the network depends on the number of ranks.
 
 In training and in evaluation mode, the same samples pass forward twice, with the same random
-numbers, and others between them. Both outputs, and all buffers before and after, must be bitwise
-equal. On GPUs without --deterministic, sums may be added in another order each time, and only the
-buffers are compared. State that begins to change later is not seen.
+numbers, and others between them; what the first pass set on modules is taken back before these.
+Both outputs, and all buffers before and after, must be bitwise equal. On GPUs without
+--deterministic, sums may be added in another order each time, and only the buffers are compared.
+State that begins to change later is not seen.
 
 In evaluation mode the output for a sample must depend on that sample alone (`check_samples`).
 """
@@ -37,7 +38,7 @@ from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import OwnCodeError, RunError, UsageError
 from hpctrain.models import as_bytes, evaluating
-from hpctrain.models.build import check_names, check_output, mode_of
+from hpctrain.models.build import check_names, check_output, mode_of, restored_attributes
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import (
     explain_errors,
@@ -129,7 +130,7 @@ def check_network(
     check_task(task, model, inputs, targets)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     names = {*model.state_dict(), *dict(model.named_buffers())}
-    with explain_errors(UsageError):
+    with explain_errors(UsageError), restored_attributes(model):
         probe = norms.probe(lambda: forward(inputs), len(inputs))
         check_names(names, {*model.state_dict(), *dict(model.named_buffers())})
         check_backward(model, task, inputs[:2], targets[:2])
@@ -213,17 +214,26 @@ def check_repeats(
     before = buffers()
     outputs = []
     given = first.clone()
+
+    def pass_through(samples: Tensor, seed: int) -> Tensor:
+        norms.restore()
+        seed_torch(seed, inputs.device)
+        return forward(samples)
+
     with fork_rng(inputs.device):
-        for samples, seed in ((first, key), (other, key + 1), (first, key)):
-            norms.restore()
-            seed_torch(seed, inputs.device)
-            outputs.append(forward(samples))
+        with restored_attributes(norms.model):
+            outputs.append(pass_through(first, key))
+        pass_through(other, key + 1)
+        outputs.append(pass_through(first, key))
     norms.restore()
     check_unchanged_input(norms.model, given, first)
     after = buffers()
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    if exact and bits(outputs[0]) != bits(outputs[2]):
-        changed.append("output (does it draw random numbers from elsewhere than torch?)")
+    if exact and bits(outputs[0]) != bits(outputs[1]):
+        changed.append(
+            "output (does it keep something of earlier images, or draw random numbers from"
+            " elsewhere than torch?)"
+        )
     if changed:
         raise UsageError(
             f"the network's {listed(changed, 3)} changed from one forward pass to the next, with"

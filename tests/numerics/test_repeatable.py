@@ -15,6 +15,8 @@ from tests.support.short import digest
 
 REFUSED = {
     "queue": "output",
+    "first_images": "output (does it keep something of earlier images",
+    "first_in_training": "output",
     "hidden": "output",
     "hidden_cycle": "output",
     "draws": "output",

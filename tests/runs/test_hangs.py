@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import hpctrain as hp
 from tests.support.api import Watchdog, fake_clock
 from tests.support.killed import run_each
 from tests.support.launch import Job, as_flags, mpirun
@@ -412,3 +413,11 @@ def test_one_rank_of_each_host_tells_once_that_mpi_init_is_slow(
             assert "4 of 16 ranks here" in printed
         else:
             assert not printed
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_a_call_in_on_evaluation_that_other_ranks_do_not_make_is_refused(name):
+    with Watchdog(0, 2, "h", 60) as dog:
+        dog.doing("calling on_evaluation")
+        with pytest.raises(hp.UsageError, match=f"hpctrain.{name} in on_evaluation: all ranks"):
+            hp.train() if name == "train" else hp.evaluate("a")

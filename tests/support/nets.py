@@ -216,6 +216,7 @@ class Remembering(OneLayer):
         self.register_buffer("late", torch.zeros(2))
         self.register_buffer("mask", None, persistent="made" not in kind)
         self.memory, self.calls, self.seen = [], 0, []
+        self.first = None
         if kind == "frozen":
             self.frozen = nn.Parameter(torch.ones(classes), requires_grad=False)
 
@@ -241,6 +242,15 @@ class Remembering(OneLayer):
     def _queue(self, x):
         self.memory.append(x.detach().mean(0))
         return x + torch.stack(self.memory[-3:]).mean(0)
+
+    def _first_images(self, x):
+        """Keeps their mean, in no weight file."""
+        if self.first is None:
+            self.first = x.detach().mean(0)
+        return x - self.first
+
+    def _first_in_training(self, x):
+        return self._first_images(x) if self.training else None
 
     def _hidden(self, x):
         return x * (1 + self.out_of_sight.calls)
