@@ -39,6 +39,7 @@ from hpctrain.errors import RunError, UsageError
 LEFT = 75  # exit code EX_TEMPFAIL of sysexits.h: the state is saved, the same command resumes
 ANSWER_WITHIN = 10.0  # seconds for squeue and scontrol
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
+PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # may name cores for OpenMP
 #: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
 REQUESTS = (
@@ -128,7 +129,9 @@ def more_cores() -> str:
         "flux run": "flux run -c N",
         "mpiexec (PALS)": "mpiexec --cpu-bind depth --depth N",
     }
-    return f"give ranks more: {options.get(launcher_name(), 'ask for them, start without taskset')}"
+    advice = options.get(launcher_name(), "ask for them, start without taskset")
+    places = [name for name in PLACES if name in os.environ]
+    return f"give ranks more: {', or unset '.join([advice, *places])}"
 
 
 def gpu_files() -> list[str]:

@@ -133,3 +133,9 @@ def test_too_few_cores_are_noted_with_what_to_do(monkeypatch, name):
     found = hosts.core_notes(hosts.HostCores(*cores), threads, "--threads")
     assert len(found) == len(begins)
     assert all(text.startswith(begin) for text, begin in zip(found, begins, strict=True))
+
+
+def test_a_variable_that_may_name_cores_is_in_the_advice(monkeypatch):
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "1")
+    (note,) = hosts.core_notes(hosts.HostCores(*MANY), 1, "--threads")
+    assert note.endswith(", or unset GOMP_CPU_AFFINITY")
