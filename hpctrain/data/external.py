@@ -530,7 +530,7 @@ def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -
     return np.concatenate([blocks.ravel(), rest])
 
 
-class Probe(NamedTuple):
+class ProbedImages(NamedTuple):
     """Some images of a file: their CRC-32, by which other ranks recognise it, and their range."""
 
     crc32: int
@@ -538,7 +538,7 @@ class Probe(NamedTuple):
     high: float
 
 
-def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> Probe:
+def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> ProbedImages:
     """Read some images of a file.
 
     Raises UsageError if they are not finite, or beyond [0, 1] and --max-value was not given.
@@ -560,4 +560,4 @@ def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> Probe:
         text = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"
         raise UsageError(f"{text}: train with {way}--max-value 1, which takes them as they are")
     limits = (float(f"{value * (pack.divisor or 1):.6g}") for value in (low, high))
-    return Probe(zlib.crc32(as_bytes(images)), *limits)
+    return ProbedImages(zlib.crc32(as_bytes(images)), *limits)

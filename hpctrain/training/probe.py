@@ -288,7 +288,7 @@ def find_difference(model: nn.Module, forward: Forward, inputs: Tensor, key: int
     paler = (inputs + inputs.flip(-1).roll(1, 0)) / 2  # others of a smaller range
     first = torch.cat([paler[:1], inputs[1:]])
     last = torch.cat([paler[1:], paler[:1]])
-    given = Batch(first, 0, key)
+    given = SampleInBatch(first, 0, key)
     seed = key + 1
     whole = given.pass_through(forward)
     if not whole.isfinite().any():
@@ -296,17 +296,17 @@ def find_difference(model: nn.Module, forward: Forward, inputs: Tensor, key: int
     if not whole.isfinite().all():
         return ""
     tests = (
-        Batch(paler, 0, seed),
-        Batch(last, len(last) - 1, seed),
-        Batch(first[:1], 0, seed),
+        SampleInBatch(paler, 0, seed),
+        SampleInBatch(last, len(last) - 1, seed),
+        SampleInBatch(first[:1], 0, seed),
     )
     if all(is_close(whole, test.pass_through(forward), whole) for test in tests):
         return ""
     for what, batch in (
-        ("torch's random numbers", Batch(first, 0, seed)),
-        ("the other images of the batch", Batch(paler, 0, key)),
-        ("its place in the batch", Batch(first.flip(0), len(first) - 1, key)),
-        ("the number of images in the batch", Batch(first[:1], 0, key)),
+        ("torch's random numbers", SampleInBatch(first, 0, seed)),
+        ("the other images of the batch", SampleInBatch(paler, 0, key)),
+        ("its place in the batch", SampleInBatch(first.flip(0), len(first) - 1, key)),
+        ("the number of images in the batch", SampleInBatch(first[:1], 0, key)),
         *(("the rest of the batch", test) for test in tests),
     ):
         if not is_close(whole, batch.pass_through(forward), whole):
@@ -322,7 +322,7 @@ def depends(what: str, where: str = "") -> str:
     )
 
 
-class Batch(NamedTuple):
+class SampleInBatch(NamedTuple):
     """Inputs in which the sample that is compared is at `row`, and a seed for random numbers."""
 
     inputs: Tensor  # (n, C, H, W)
@@ -353,7 +353,7 @@ class Call(NamedTuple):
     output: Tensor | None
 
 
-def record_calls(model: nn.Module, forward: Forward, batch: Batch) -> list[Call]:
+def record_calls(model: nn.Module, forward: Forward, batch: SampleInBatch) -> list[Call]:
     """Pass a batch forward; return the calls of all modules, in the order in which they ended."""
     calls: list[Call] = []
     given: list[Tensor | None] = []
@@ -378,7 +378,9 @@ def record_calls(model: nn.Module, forward: Forward, batch: Batch) -> list[Call]
     return calls
 
 
-def find_layer(model: nn.Module, forward: Forward, first: Batch, second: Batch) -> str:
+def find_layer(
+    model: nn.Module, forward: Forward, first: SampleInBatch, second: SampleInBatch
+) -> str:
     """Return where the results for a sample begin to differ between two batches; "" = not known."""
     names = {module: name for name, module in model.named_modules()}
     pairs = zip(
@@ -416,7 +418,7 @@ def by_design(module: nn.Module) -> str:
     return ""
 
 
-def not_finite(model: nn.Module, forward: Forward, batch: Batch) -> str:
+def not_finite(model: nn.Module, forward: Forward, batch: SampleInBatch) -> str:
     """Return the error for a network without a finite output, with the first tensor that is not."""
     text = "the network's output is not finite before the first step"
     for name, parameter in model.named_parameters():
@@ -458,9 +460,9 @@ def check_sizes(
             norms.restore()
         if 1 < min(blocks, default=1) < most:
             with evaluating(model), torch.no_grad(), without_zeros(model):
-                block = Batch(inputs[: min(blocks)], 0, key)
+                block = SampleInBatch(inputs[: min(blocks)], 0, key)
                 forward = partial(network_output, model, precision="fp32")
-                alone = Batch(inputs[:1], 0, key).pass_through(forward)
+                alone = SampleInBatch(inputs[:1], 0, key).pass_through(forward)
                 if not is_close(alone, block.pass_through(forward), alone):
                     size = f"the number of images in the batch ({len(block.inputs)} or 1)"
                     raise UsageError(depends(size))

@@ -84,7 +84,7 @@ NOTED_BYTES = 1 << 30  # on each rank for what is kept of samples; if it is more
 SORTED_BYTES = 48  # of a sample while --balanced-sampling sorts samples by class
 
 
-class Source(NamedTuple):
+class TrainingData(NamedTuple):
     """What a rank reads samples from, and computes on."""
 
     pack: Pack
@@ -119,7 +119,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     error on all ranks.
     """
     begun = earlier.plan if earlier else None
-    source = open_source(config, comm, begun)
+    source = open_training_data(config, comm, begun)
     network = make_network(config, comm, source, earlier)
     config = network.config
     pack = source.pack
@@ -176,7 +176,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     )
 
 
-def open_source(config: Config, comm: Comm, begun: Plan | None) -> Source:
+def open_training_data(config: Config, comm: Comm, begun: Plan | None) -> TrainingData:
     """Open the training split, choose the device, and set the threads of torch. Collective."""
     pack = on_root(comm, find_pack, config)
     local_rank = comm_of_host(comm).rank
@@ -190,11 +190,11 @@ def open_source(config: Config, comm: Comm, begun: Plan | None) -> Source:
         torch.set_num_threads(threads)  # launchers set 1 or all cores
         check_threads(threads)
     keep_memory()
-    return Source(pack, train, device, cores, threads)
+    return TrainingData(pack, train, device, cores, threads)
 
 
 def make_network(
-    config: Config, comm: Comm, source: Source, earlier: PreviousLaunch | None
+    config: Config, comm: Comm, source: TrainingData, earlier: PreviousLaunch | None
 ) -> Network:
     """Make the network on the device, and what it learns: its task and scaling. Collective."""
     pack = source.pack
@@ -249,7 +249,7 @@ def compare_code(config: Config, pack: Pack, comm: Comm) -> None:
 
 
 def collect_facts(
-    config: Config, comm: Comm, source: Source, network: Network, probe: Probe
+    config: Config, comm: Comm, source: TrainingData, network: Network, probe: Probe
 ) -> Facts:
     """Return what the plan follows from, beside the settings."""
     pack = source.pack
@@ -271,7 +271,7 @@ def collect_facts(
     )
 
 
-def make_plan(facts: Facts, source: Source, network: Network, begun: Plan | None) -> Plan:
+def make_plan(facts: Facts, source: TrainingData, network: Network, begun: Plan | None) -> Plan:
     """Return the plan, that of `begun` if it is resumed; test the network in its sizes (rank 0)."""
     config = network.config
     plan = extend(begun, config, facts) if begun else resolve(config, facts)
