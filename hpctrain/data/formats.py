@@ -119,6 +119,7 @@ PLANAR = 2  # PlanarConfiguration
 SIGNED = 2  # SampleFormat
 DEFLATE = (8, 32946)  # Compression
 REVERSED = 2  # FillOrder
+BITS_OF_PPM = {"1": 1, "L": 8, "RGB": 24, "I": 16, "I;16": 16, "I;16B": 16}  # of a pixel
 WHITE_IS_ZERO = 0  # PhotometricInterpretation
 YCBCR = 6
 
@@ -167,6 +168,8 @@ def open_image(data: bytes) -> ImageFile:
     if image.format == "TIFF":
         choose_page(image)
         check_tiff(image)
+    if image.format == "PPM":
+        check_single(image, data)
     if image.format == "PNG" and "transparency" in image.info:
         scale_transparent_value(image)
     if image.format == "JPEG2000" and is_deep(image, data):
@@ -174,6 +177,20 @@ def open_image(data: bytes) -> ImageFile:
             f"a JPEG 2000 of more than 8 bits, whose white Pillow turns black: {CONVERT}"
         )
     return image
+
+
+def check_single(image: ImageFile, data: bytes) -> None:
+    """Raise ValueError if a PPM file holds several images, as Netpbm's formats allow.
+
+    Pillow reads the first. Those of plain text, and of unusual largest values, are not counted.
+    """
+    codec, _, offset, *_ = image.tile[0]
+    bits = BITS_OF_PPM.get(image.mode, 0)
+    if codec != "raw" or not bits:
+        return
+    end = offset + image.height * -(-image.width * bits // 8)
+    if re.match(rb"\s*P[1-7]\s", data[end : end + 16]):
+        raise ValueError("several images in one PPM: write each as a file of its own")
 
 
 def load_whole(image: ImageFile, data: bytes, reach: int = 0) -> tuple[ImageFile, Box]:

@@ -74,7 +74,7 @@ REFUSED = {
         "floats.tif": (tiff(tiff_page(GRAYS.astype(np.float32))), "floating-point"),
         "large.tif": (tiff(tiff_page(GRAYS.astype(np.uint32) * 999)), "beyond 16 bits"),
     },
-    "several pages of a TIFF": {
+    "several pages of a TIFF, or images of a PPM": {
         "pages.tif": (tiff(tiff_page(PIXELS, 2), tiff_page(PIXELS, 2)), "2 pages"),
     },
     "damage": {

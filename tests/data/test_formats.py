@@ -368,7 +368,12 @@ DAMAGED = {
     **{f"half of {kind}": (encode(LARGE, kind)[:4000], "") for kind in ("GIF", "TIFF", "BMP")},
     **{f"half of {kind}": (encode(LARGE, kind)[:4000], "") for kind in ("WEBP", "JPEG2000", "PPM")},
 }  # fmt: skip
+PGM = b"P5\n%d %d\n255\n" % (WIDTH, HEIGHT) + GRAYS.tobytes()
+PBM = b"P4\n9 2\n" + bytes(4)
 REFUSED = {
+    "two PGM": (PGM + PGM, "several images"),
+    "two PBM": (PBM + PBM, "several images"),
+    "two PPM": (encode(LARGE, "PPM") + b"\n" + encode(LARGE, "PPM"), "several images"),
     "floats": (tiff(tiff_page(GRAYS.astype(np.float32))), "floating-point"),
     "doubles": (tiff(tiff_page(GRAYS.astype(np.float64))), "TIFF of a kind"),
     "signed 8 bits": (tiff(tiff_page(GRAYS.astype(np.int8))), "signed 8-bit"),
