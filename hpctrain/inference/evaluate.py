@@ -31,7 +31,7 @@ from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import Answer, Inference, find_model, require_split
-from hpctrain.packing.builtin import locate
+from hpctrain.packing.find import find_pack_path
 from hpctrain.parallel import mpi
 from hpctrain.parallel.device import (
     choose_device,
@@ -187,7 +187,7 @@ def open_split(network: TrainedNetwork, settings: NetworkConfig, comm: Comm) -> 
         if not settings.data and not Path(known["pack"]).is_file():
             what = f"the pack that {network.path} was trained on, {known['pack']},"
             raise UsageError(f"{what} is gone: give --data")
-        path = locate(settings.data or known["pack"], settings.cache_dir)
+        path = find_pack_path(settings.data or known["pack"], settings.cache_dir)
         pack = read_in_scale(path, known["external"], network.scale)
         require_split(pack, settings.split)
         for what, here, trained in (

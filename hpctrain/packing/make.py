@@ -39,7 +39,6 @@ from rich.table import Column, Table
 import hpctrain
 from hpctrain.config import PackConfig, Size
 from hpctrain.cores import core_count
-from hpctrain.data.digits import generate
 from hpctrain.data.images import CHANGES, BadImage, Change, Fit, few_gray_levels, probe
 from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
@@ -49,6 +48,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
+from hpctrain.packing.digits import generate
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.workers import Run
 from hpctrain.packing.write import PackWriter, write_pack, writing

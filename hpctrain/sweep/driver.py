@@ -124,11 +124,11 @@ def is_left_behind(folder: Path, networks: list[SweepNetwork]) -> bool:
 def check_data(networks: list[SweepNetwork]) -> None:
     """Create built-in data sets that are missing. Raises UsageError if other data are no pack."""
     from hpctrain.data.pack import read_pack
-    from hpctrain.packing.builtin import locate
+    from hpctrain.packing.find import find_pack_path
 
     named = {(n.config.data, n.config.cache_dir, n.config.images) for n in networks}
     for data, cache_dir, images in sorted(named, key=str):
-        path = locate(data, cache_dir)
+        path = find_pack_path(data, cache_dir)
         if images is None:
             read_pack(path)
 

@@ -39,7 +39,7 @@ from hpctrain.models import (
 )
 from hpctrain.models.init import Scaling
 from hpctrain.models.weights import is_torch_file
-from hpctrain.packing.builtin import locate
+from hpctrain.packing.find import find_pack_path
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import (
     choose_device,
@@ -323,7 +323,7 @@ def use_network_of_init(config: Config) -> Config:
 
 def find_pack(config: Config) -> Pack:
     """Find (or make), check and open the pack, or the file of --images (rank 0)."""
-    path = locate(config.data, config.cache_dir)
+    path = find_pack_path(config.data, config.cache_dir)
     if config.images is not None and config.labels is not None:
         from hpctrain.data.external import read_external  # imports h5py
 

@@ -27,7 +27,7 @@ import hpctrain as hp
 from hpctrain.data.pack import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
-from hpctrain.packing.builtin import locate
+from hpctrain.packing.find import find_pack_path
 from hpctrain.report.history import time_of
 from hpctrain.report.record import read_records
 from scripts.bench.harness import measure, print_table, python, run_job, steps_rate
@@ -81,7 +81,7 @@ def make_job(options: Namespace, folder: Path) -> TrainingJob:
     Writes the pack for resnet50 into `folder`. Raises UsageError if --data has too few images.
     """
     if options.case == "digits":
-        path = locate(options.data or "digits", options.cache_dir)
+        path = find_pack_path(options.data or "digits", options.cache_dir)
         warm = -(-read_pack(path).splits["train"].samples // DIGITS_BATCH)
         return TrainingJob("digits", str(path), DIGITS_BATCH, DIGITS_EPOCHS, warm)
     path, rows = folder / "resnet50.h5", RESNET_STEPS * RESNET_BATCH
@@ -90,7 +90,7 @@ def make_job(options: Namespace, folder: Path) -> TrainingJob:
         images = random.integers(256, size=(rows, *IMAGE_SHAPE), dtype=np.uint8)
         labels, classes = np.arange(rows) % CLASSES, tuple("abcde")
     else:
-        pack = read_pack(locate(options.data, options.cache_dir))
+        pack = read_pack(find_pack_path(options.data, options.cache_dir))
         if (found := pack.splits["train"].samples) < rows:
             raise UsageError(f"{options.data} has {found:,} training images, {rows:,} are needed")
         with Split(pack, "train") as source:
@@ -146,7 +146,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 def measure_tree(options: Namespace, folder: Path) -> None:
     """Measure the milliseconds of a step, in tree order and by a plain Allreduce."""
-    pack = str(locate(options.data or "digits", options.cache_dir))
+    pack = str(find_pack_path(options.data or "digits", options.cache_dir))
     flags = ["--data", pack, "--model", "digits", "--batch-size", str(DIGITS_BATCH)]
     flags += ["--epochs", str(DIGITS_EPOCHS)]
     ways = {

@@ -54,7 +54,8 @@ def test_the_wheel_holds_the_package_and_its_data_alone(built):
     templates = {f"hpctrain/templates/{path.name}" for path in (ROOT / "slurm").iterdir()}
     recipes = {f"hpctrain/recipes/{path.name}" for path in (ROOT / "scripts/recipes").iterdir()}
     assert len(templates) > 4 and recipes
-    assert inside == modules | pages | templates | recipes | {"hpctrain/py.typed"}
+    others = {"hpctrain/py.typed", "hpctrain/packing/glyphs.toml"}
+    assert inside == modules | pages | templates | recipes | others
     (scripts,) = [name for name in names if name.endswith("/entry_points.txt")]
     assert b"hpctrain = hpctrain.__main__:program" in zipfile.ZipFile(wheel).read(scripts)
 

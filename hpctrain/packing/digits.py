@@ -1,8 +1,8 @@
 """The digits: synthetic images of 0-9, white on black, 28 x 28 pixels, 1,000 images per class.
 
-Each image is one glyph of ``glyphs.py`` (its strokes in a style), bent, slanted, stretched, scaled,
-rotated by up to 45 degrees either way, shifted and drawn with round strokes of random width, with a
-little noise.
+Each image is one glyph of ``glyphs.toml`` (its strokes in a style), bent, slanted, stretched,
+scaled, rotated by up to 45 degrees either way, shifted and drawn with round strokes of random
+width, with a little noise.
 
 The bytes are equal on every machine and with every NumPy: random numbers are raw PCG64 output,
 sines come from a table rounded far more coarsely than mathematical libraries differ, and all else
@@ -12,17 +12,21 @@ is elementwise arithmetic that IEEE 754 defines to the last bit.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.data import glyphs
 from hpctrain.data.partition import random_key
+from hpctrain.packing.glyphs import read_styles, segments
 from hpctrain.watchdog import doing
 
 SIDE = 28  # pixels
-PER_CLASS, TEST_PER_CLASS, UNSEEN_PER_CLASS = 1000, 100, 100
+PER_CLASS = 1000
+TEST_PER_CLASS = 100
+UNSEEN_PER_CLASS = 100
 CLASSES = tuple("0123456789")
+SOURCE = "hpctrain.data.digits"  # in the provenance, of which the pack's UUID is made
 
 MARGIN = 13.0  # largest distance of ink from the centre, pixels
 BOX = 100.0  # height of a glyph in its own units
@@ -46,55 +50,70 @@ RANGES = {
 LARGEST_SHIFT = 1.4  # pixels off the centre in x and in y, if there is room
 SHIFT_VARIES = 0.5  # how much smaller it may be: centred digits are easy for a linear classifier
 
-Split = tuple[np.ndarray, np.ndarray]
+ImagesAndLabels = tuple[np.ndarray, np.ndarray]
 
 
-def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str, Any]]:
+class DrawnDigits(NamedTuple):
+    """The digits of some styles, in order of digit, style and angle."""
+
+    images: np.ndarray  # (N, 28, 28, 1) uint8
+    labels: np.ndarray  # (N,) int64
+    order: np.ndarray  # (N,) float64, by which they are shuffled
+
+    def take(self, rows: np.ndarray) -> ImagesAndLabels:
+        """Return the images and labels of these rows."""
+        return self.images[rows], self.labels[rows]
+
+
+def generate(
+    seed: int = 0,
+) -> tuple[dict[str, ImagesAndLabels], tuple[str, ...], dict[str, Any]]:
     """Generate the whole set: (splits, classes, provenance).
 
     splits: "train" (9,000 images), "test" (1,000) and "unseen" (1,000, in styles that the other
     two never use), each (images (N, 28, 28, 1) uint8, labels (N,) int64), shuffled.
     """
-    images, labels, order = draw_set(tuple(glyphs.STYLES.values()), PER_CLASS, "seen", seed)
+    styles = read_styles("seen")
+    unseen_styles = read_styles("unseen")
+    seen = draw_digits([*styles.values()], PER_CLASS, "seen", seed)
+    unseen = draw_digits([*unseen_styles.values()], UNSEEN_PER_CLASS, "unseen", seed)
     # Every tenth image in order of digit, style and angle; the first one differs between styles.
-    every, number = PER_CLASS // TEST_PER_CLASS, np.arange(len(labels))
-    test = (number + number * len(glyphs.STYLES) // PER_CLASS) % every == 0
-    shuffled = np.argsort(order, kind="stable")
-    train_rows, test_rows = shuffled[~test[shuffled]], shuffled[test[shuffled]]
-    unseen = draw_set(tuple(glyphs.UNSEEN.values()), UNSEEN_PER_CLASS, "unseen", seed)
-    unseen_rows = np.argsort(unseen[2], kind="stable")
+    number = np.arange(len(seen.labels))
+    is_test = (number + number * len(styles) // PER_CLASS) % (PER_CLASS // TEST_PER_CLASS) == 0
+    shuffled = np.argsort(seen.order, kind="stable")
     splits = {
-        "train": (images[train_rows], labels[train_rows]),
-        "test": (images[test_rows], labels[test_rows]),
-        "unseen": (unseen[0][unseen_rows], unseen[1][unseen_rows]),
+        "train": seen.take(shuffled[~is_test[shuffled]]),
+        "test": seen.take(shuffled[is_test[shuffled]]),
+        "unseen": unseen.take(np.argsort(unseen.order, kind="stable")),
     }
     provenance = {
-        "source": "hpctrain.data.digits",
+        "source": SOURCE,
         "seed": seed,
-        "styles": list(glyphs.STYLES),
-        "unseen_styles": list(glyphs.UNSEEN),
+        "styles": [*styles],
+        "unseen_styles": [*unseen_styles],
     }
     return splits, CLASSES, provenance
 
 
-def draw_set(
-    styles: tuple[tuple[str, ...], ...], per_class: int, name: str, seed: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw `per_class` images of each digit, equally many in each style, in order of angle.
-
-    Returns images (N, 28, 28, 1) uint8, labels (N,) int64 and a number (N,) to shuffle by.
-    """
-    labels = np.repeat(np.arange(len(CLASSES), dtype=np.int64), per_class)
+def draw_digits(
+    styles: Sequence[Sequence[str]], per_class: int, name: str, seed: int
+) -> DrawnDigits:
+    """Draw `per_class` images of each digit, equally many in each style, in order of angle."""
     edges = [per_class * number // len(styles) for number in range(len(styles) + 1)]
-    drawn, inks = list[dict[str, np.ndarray]](), list[np.ndarray]()
+    draws_by_glyph = list[dict[str, np.ndarray]]()
+    inks = list[np.ndarray]()
     for digit in range(len(CLASSES)):
-        for number, glyph_row in enumerate(styles):
+        for number, glyphs in enumerate(styles):
             doing(f"drawing digit {digit} in style {number}")
             key = random_key("digits", seed, name, digit, number)
-            drawn.append(spread(key, edges[number + 1] - edges[number]))
-            lines = place(glyphs.segments(glyph_row[digit]), drawn[-1])
-            inks.append(coverage(lines, drawn[-1]["half_width"]))
-    draws = {field: np.concatenate([each[field] for each in drawn]) for field in RANGES}
+            draws_of_glyph = spread(key, edges[number + 1] - edges[number])
+            lines = transform_strokes(segments(glyphs[digit]), draws_of_glyph)
+            draws_by_glyph.append(draws_of_glyph)
+            inks.append(coverage(lines, draws_of_glyph["half_width"]))
+    draws = {
+        field: np.concatenate([draws_of_glyph[field] for draws_of_glyph in draws_by_glyph])
+        for field in RANGES
+    }
     light = np.concatenate(inks) * (255 * draws["ink"]).astype(np.float32)[:, None, None]
     # Noise: multiples of 1/128 in [-1, 1) from the bytes of PCG64.
     words = np.random.PCG64(random_key("digits", seed, name, "noise")).random_raw(light.size // 8)
@@ -102,10 +121,14 @@ def draw_set(
     grains = (grains - np.float32(128)) * np.float32(1 / 128)
     light += grains * draws["noise"].astype(np.float32)[:, None, None]
     pixels = np.clip(np.floor(light + np.float32(0.5)), 0, 255).astype(np.uint8)
-    return pixels[..., None], labels, draws["order"]
+    return DrawnDigits(
+        images=pixels[..., None],
+        labels=np.repeat(np.arange(len(CLASSES), dtype=np.int64), per_class),
+        order=draws["order"],
+    )
 
 
-def place(strokes: np.ndarray, draws: dict[str, np.ndarray]) -> np.ndarray:
+def transform_strokes(strokes: np.ndarray, draws: dict[str, np.ndarray]) -> np.ndarray:
     """Transform the segments (S, 4) of a glyph to pixels, (n, S, 4): one set per row of `draws`.
 
     The centre of the image is (0, 0). The glyph is shrunk if its strokes would leave the image.
@@ -137,13 +160,17 @@ def coverage(lines: np.ndarray, half_width: np.ndarray) -> np.ndarray:
     The edge of the ink is a ramp one pixel wide.
     """
     ax, ay, bx, by = (lines[:, :, i, None].astype(np.float32) for i in range(4))  # (n, S, 1)
-    dx, dy = bx - ax, by - ay
+    dx = bx - ax
+    dy = by - ay
     length = np.sqrt(dx * dx + dy * dy)
     safe = np.maximum(length, np.float32(1e-6))
-    dx, dy = np.where(length > 0, dx / safe, np.float32(1)), dy / safe  # a point: along x
+    dx = np.where(length > 0, dx / safe, np.float32(1))  # a point: along x
+    dy = dy / safe
     centres = np.arange(SIDE, dtype=np.float32) - np.float32((SIDE - 1) / 2)
-    along_x, along_y = (centres - ax) * dx, (centres - ay) * dy  # (n, S, 28)
-    beside_x, beside_y = (centres - ax) * dy, (centres - ay) * dx
+    along_x = (centres - ax) * dx  # (n, S, 28)
+    along_y = (centres - ay) * dy
+    beside_x = (centres - ax) * dy
+    beside_y = (centres - ay) * dx
     nearest = np.full((len(lines), SIDE, SIDE), np.inf, dtype=np.float32)
     for s in range(lines.shape[1]):
         along = along_y[:, s, :, None] + along_x[:, s, None, :]  # (n, 28, 28)

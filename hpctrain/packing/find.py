@@ -1,0 +1,41 @@
+"""Find the pack that ``--data`` names; built-in sets are made when first used.
+
+Two processes may make the same set at the same time: each renames a file of equal bytes.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.packing.builtin import BUILT_IN
+from hpctrain.text import listed
+
+
+def find_pack_path(data: str, cache_dir: str) -> Path:
+    """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
+
+    Built-in names take precedence: write ./digits for a file of that name. Raises UsageError if
+    `data` is not a file, and what `pack` raises.
+    """
+    path = Path(data)
+    if data in BUILT_IN:
+        path = Path(cache_dir) / f"{data}.h5"
+        if not path.exists():
+            from hpctrain.config import PackConfig
+            from hpctrain.packing.make import make_pack
+
+            # One job: this may be a rank, and no process should be started after MPI_Init. Another
+            # one may have finished by now: replacing its file with an equal one is harmless.
+            make_pack(PackConfig(data, cache_dir=cache_dir, jobs=1, overwrite=True))
+    elif path.is_dir():
+        command = f"python -m hpctrain pack {shlex.quote(data)}"
+        raise UsageError(f"--data {data} is not a pack: run {command} first")
+    elif not path.is_file():
+        names = [*BUILT_IN, *sorted(map(str, path.parent.glob("*.h5")))]
+        raise UsageError(
+            f"--data {data!r}: no such data set; there are {listed(names)}"
+            f"{did_you_mean(data, names)}"
+        )
+    return path
