@@ -43,7 +43,8 @@ from hpctrain.parallel.hosts import share_cores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
 from hpctrain.report.record import without_nonfinite
-from hpctrain.tasks import ANSWERS, TAKEN, import_own
+from hpctrain.tasks.functions import import_own
+from hpctrain.tasks.task import ANSWERS, TAKEN
 from hpctrain.text import brief, say
 from hpctrain.watchdog import started, waiting
 

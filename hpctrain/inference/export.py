@@ -33,7 +33,7 @@ from hpctrain.files import whole_file, writing
 from hpctrain.inference.network import find_model
 from hpctrain.inference.trained import TrainedNetwork
 from hpctrain.parallel.device import place
-from hpctrain.tasks import network_output
+from hpctrain.tasks.forward import network_output
 from hpctrain.text import say
 
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2

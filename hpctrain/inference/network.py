@@ -30,7 +30,7 @@ from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.report import find
 from hpctrain.streams import Event, Upload, copy_to_device, copy_to_host
-from hpctrain.tasks import Task
+from hpctrain.tasks.task import Task
 from hpctrain.text import say
 from hpctrain.watchdog import doing
 

@@ -38,7 +38,7 @@ from hpctrain.models import build, input_like, load_weights, read_model
 from hpctrain.parallel.device import choose_device, explain_errors, place, torch_settings
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
-from hpctrain.tasks import make_task
+from hpctrain.tasks.task import make_task
 from hpctrain.text import MOST_NAMED, brief, counted, listed, printable, say
 
 PICTURE_CHANNELS = (1, 3)  # gray, RGB

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hpctrain.errors import OwnCodeError, RunError, UsageError, first_line
 from hpctrain.parallel.message import Message
 from hpctrain.streams import GraphRecorder
-from hpctrain.tasks import explain_network
+from hpctrain.tasks.forward import explain_network
 
 Pair = tuple[Tensor, Tensor]  # sum of the samples' losses, number of correct ones, on the device
 # model, inputs (n, C, H, W), targets

@@ -49,14 +49,9 @@ from hpctrain.parallel.device import (
     without_benchmark,
 )
 from hpctrain.plan import Plan
-from hpctrain.tasks import (
-    RELATIVE,
-    Task,
-    check_task,
-    explain_network,
-    network_output,
-    output_shape,
-)
+from hpctrain.tasks.forward import explain_network, network_output
+from hpctrain.tasks.functions import RELATIVE
+from hpctrain.tasks.task import Task, check_task, output_shape
 from hpctrain.text import listed
 
 FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them

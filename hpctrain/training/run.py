@@ -27,7 +27,7 @@ from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_r
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
 from hpctrain.report.record import Recorder
-from hpctrain.tasks import Task
+from hpctrain.tasks.task import Task
 from hpctrain.text import listed
 from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control

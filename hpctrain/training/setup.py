@@ -62,14 +62,8 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.parallel.transport import open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
-from hpctrain.tasks import (
-    Task,
-    augment_by,
-    check_augment,
-    import_own,
-    make_task,
-    output_shape,
-)
+from hpctrain.tasks.functions import augment_by, check_augment, import_own
+from hpctrain.tasks.task import Task, make_task, output_shape
 from hpctrain.text import brief, counted, listed
 from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.optimizer import freeze

@@ -30,7 +30,7 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
 from hpctrain.streams import IN_FLIGHT, Clock, Snapshot
-from hpctrain.tasks import Task
+from hpctrain.tasks.task import Task
 from hpctrain.training.compute import make_backward
 from hpctrain.training.optimizer import (
     clip_gradient,

@@ -123,7 +123,7 @@ __all__ += ["Permutation", "make_order"]
 
 # Training steps: what is checked before the first one and after each
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
-from hpctrain.tasks import Task
+from hpctrain.tasks.task import Task
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
@@ -157,7 +157,7 @@ from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
 from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops, probe
 from hpctrain.data.pack import External, images_note
-from hpctrain.tasks import add_noise
+from hpctrain.tasks.task import add_noise
 
 __all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
 __all__ += ["images_note", "read_external"]

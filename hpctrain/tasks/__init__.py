@@ -1,0 +1,1 @@
+"""What a network learns: a module for each task."""
