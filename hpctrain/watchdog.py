@@ -1,19 +1,14 @@
 """A watchdog for each rank: no run hangs forever, and the log names the ranks that hung.
 
-Every rank reports its activity; a thread writes it to the rank's heartbeat every few seconds. If a
-rank has reported nothing new for the timeout, one rank reads all heartbeats; if none is newer, it
-names the ranks that did not arrive and aborts all. Stacks are written to files. A rank that cannot
-run its thread either (stopped, or stuck in native code) is ended by a timer of the kernel or by the
-others. The kernel kills ranks whose mpirun died.
+Every rank reports its activity; a thread writes it to the rank's heartbeat (``heartbeat.py``)
+every few seconds. If a rank has reported nothing new for the timeout, one rank reads all
+heartbeats; if none is newer, it names the ranks that did not arrive and aborts all. Stacks are
+written to files. A rank that cannot run its thread either (stopped, or stuck in native code) is
+ended by a timer of the kernel or by the others. The kernel kills ranks whose mpirun died.
 
 A whole job may be suspended: by Slurm, by Ctrl-Z or SIGSTOP, with its virtual machine. Clocks go
 on meanwhile. So the time in which the watchdog's own thread did not run does not count, and the
 kernel's timer gives the thread 14 seconds to restart it (`limit_time`).
-
-A heartbeat is ``N.json`` in a folder that all ranks see: one JSON object, a `Beat`.
-``N.stack`` beside it holds the stacks of a rank that hung, crashed or was terminated by its
-launcher. Ages are differences of modification times, which one file server sets, so the clocks of
-the hosts do not matter.
 
 Without a folder for heartbeats (before a run has one; evaluate and predict) each rank reports its
 own hang. If MPI_Init takes long, one rank of each host reports it: a host without such a line has
@@ -28,25 +23,32 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import end_with_parent, launched_local_rank, local_size, under_mpirun
 from hpctrain.errors import UsageError
-from hpctrain.text import listed, parse_json, ranges, say
+from hpctrain.heartbeat import (
+    BEAT_EVERY,
+    HANG,
+    WAITING,
+    Beat,
+    beat_file,
+    blame,
+    is_overdue,
+    read_beat,
+    read_beats,
+    stack_file,
+)
+from hpctrain.text import say
 
-HEARTBEATS = "ranks"  # in the folder of a run
-HANG = "hang"  # in that folder: a hang was found and all ranks exit
-BEAT_EVERY = 5.0  # seconds
-WAITING = "waiting for "  # prefix of the activity of a rank that waits for others
 MPI_INIT = f"{WAITING}all in MPI_Init"
 CALLBACK = "calling on_evaluation"  # on rank 0 alone
 SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
@@ -54,118 +56,17 @@ IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
 PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell who works
 TICK = 1.0  # seconds between two looks at the time; what is longer than twice that is no tick
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
-MOST_NAMED = 8  # ranks in a message
 #: What comes before the phase of an activity; recording and reading are parts of a step.
 PHASE = re.compile(f"^({WAITING}.+? in )?((recording|reading) )?")
-CRASH = re.compile(r"Fatal Python error: ([ -~]{1,80})")  # first line written by faulthandler
-
-
-@dataclass(frozen=True, order=True)
-class Beat:
-    """One heartbeat of a rank."""
-
-    rank: int
-    host: str
-    pid: int
-    doing: str
-    seconds: float  # since `doing` began, when the heartbeat was written
-    time: float  # when it was written, in seconds since 1970; once read, by the file server's clock
-    limit: float = 0.0  # seconds that `doing` may take
-    failed: str = ""  # why the rank ended, if it could record the reason
-
-
-def read_beat(path: Path) -> Beat | None:
-    """Read a heartbeat file; return None if it holds no valid heartbeat."""
-    try:
-        with open(path, "rb") as file:
-            beat = Beat(**parse_json(file.read()))
-            return replace(beat, time=os.fstat(file.fileno()).st_mtime)
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def read_beats(folder: Path) -> list[Beat]:
-    """Return the heartbeats of all ranks that have one, in the order of ranks."""
-    with suppress(OSError):
-        return sorted(filter(None, map(read_beat, folder.glob("[0-9]*.json"))))
-    return []
-
-
-def is_gone(beat: Beat) -> bool:
-    """Whether the process of a heartbeat ran on this host and no longer exists."""
-    if beat.host != socket.gethostname():
-        return False
-    with suppress(OSError), open(f"/proc/{beat.pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"Z"  # a zombie: ended, not yet reaped
-    return True
-
-
-def is_overdue(beat: Beat, now: float) -> bool:
-    """Whether the rank of a heartbeat has reported nothing new for longer than its limit."""
-    return now - beat.time + beat.seconds > beat.limit
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 1, 3-7"; `ranks` must be sorted."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {ranges(ranks)}"
-
-
-def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[str]:
-    """Return a line for each rank for which others wait.
-
-    These are the ranks without a new heartbeat for `silence` seconds, and those that do not wait.
-    """
-    missing = sorted(set(range(size)) - {beat.rank for beat in beats})
-    lines = [f"{name_ranks(missing)} gave no sign at all"] if missing else []
-    for beat in beats:
-        age = now - beat.time
-        who = f"rank {beat.rank} (process {beat.pid} on {beat.host})"
-        if age > silence:
-            lines.append(f"{who} gave no sign for {age:.0f} s, last in: {beat.doing}")
-        elif not beat.doing.startswith(WAITING):
-            lines.append(f"{who} did not arrive, it is in: {beat.doing}")
-    more = len(lines) - MOST_NAMED
-    return [*lines[:MOST_NAMED], f"and {more} ranks more"] if more > 0 else lines
-
-
-def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
-    """Return why a launch ended, if it did not record it, and the time of its last heartbeat.
-
-    The time is in seconds since 1970. Returns None if there are no heartbeats, and, unless the
-    launch `is_over`, if no rank recorded a failure and all processes on this host still exist.
-
-    Unless a rank recorded the reason or crashed, the ranks without a stack ended first: launchers
-    send SIGTERM to the others, which then write their stacks.
-    """
-    beats, silent = read_beats(folder), []
-    if not beats or not (is_over or any(beat.failed or is_gone(beat) for beat in beats)):
-        return None
-    last = max(beat.time for beat in beats)
-    if failed := [beat for beat in beats if beat.failed]:
-        first = min(failed, key=lambda beat: beat.time)
-        return f"rank {first.rank}: {first.failed}", last
-    for beat in beats:
-        text = ""
-        with suppress(OSError):  # there is none, or it is being removed
-            text = (folder / f"{beat.rank}.stack").read_text(errors="replace")
-        if crash := CRASH.match(text):
-            return f"rank {beat.rank} crashed ({crash[1]}), last heartbeat: {beat.doing}", last
-        silent += [] if text else [beat]
-    if not silent:
-        return f"ended from outside (SIGTERM), rank 0 was in: {beats[0].doing}", last
-    each = [f"rank {b.rank} on {b.host}, last heartbeat: {b.doing}" for b in silent]
-    text = f"killed, reason unknown: {listed(each, MOST_NAMED, '; ')}"
-    if len(silent) == len(beats):
-        return f"all ranks were {text}", last
-    return f"{text} (the others were then ended by the launcher)", last
-
 
 _current: list[Watchdog] = []  # the last one is that of this process
 
 
 def current() -> Watchdog | None:
     """Return the watchdog of this process, if it has one."""
-    return _current[-1] if _current else None
+    if not _current:
+        return None
+    return _current[-1]
 
 
 def running_time() -> float:
@@ -174,7 +75,9 @@ def running_time() -> float:
     Without a watchdog it is the monotonic clock.
     """
     watchdog = current()
-    return watchdog.running_time() if watchdog else time.monotonic()
+    if watchdog is None:
+        return time.monotonic()
+    return watchdog.running_time()
 
 
 def limit_time(seconds: float) -> None:
@@ -189,7 +92,9 @@ def limit_time(seconds: float) -> None:
     if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         return
     libc = ctypes.CDLL(None)
-    handler = ctypes.cast(libc.alarm, ctypes.c_void_p) if seconds else ctypes.c_void_p()
+    handler = ctypes.c_void_p()  # the default
+    if seconds:
+        handler = ctypes.cast(libc.alarm, ctypes.c_void_p)
     signal.setitimer(signal.ITIMER_REAL, 0)
     libc.sysv_signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -197,25 +102,31 @@ def limit_time(seconds: float) -> None:
 
 def doing(what: str) -> None:
     """Report the next activity to the watchdog of this process, if it has one."""
-    if _current:
-        _current[-1].doing(what)
+    watchdog = current()
+    if watchdog:
+        watchdog.doing(what)
 
 
 def started(what: str) -> None:
     """Report the next activity after all imports: from now on --hang-timeout alone applies."""
-    if _current:
-        _current[-1].limit = _current[-1].timeout
-    doing(what)
+    watchdog = current()
+    if watchdog:
+        watchdog.limit = watchdog.timeout
+        watchdog.doing(what)
 
 
 @contextmanager
 def waiting(whom: str = "all") -> Iterator[None]:
     """Report that the block waits for other ranks."""
-    before = _current[-1].activity if _current else ""
+    watchdog = current()
+    if watchdog is None:
+        yield
+        return
+    before = watchdog.activity
     if not before.startswith(WAITING):
-        doing(f"{WAITING}{whom} in {before}")
+        watchdog.doing(f"{WAITING}{whom} in {before}")
     yield
-    doing(before)
+    watchdog.doing(before)
 
 
 class Watchdog:
@@ -233,16 +144,22 @@ class Watchdog:
         self.set_rank(rank, size)
         self.abort: Callable[[int], Any] | None = None
         #: Seconds without a new report after which this rank counts as hung.
-        self.limit = timeout + IMPORTS if whole else timeout
+        self.limit = timeout
+        if whole:
+            self.limit += IMPORTS
         self._whole = whole
         self._failed = False
         self._init_reported = False
         self._folder: Path | None = None  # of heartbeats
         self._stack = 2  # descriptor of the file for stacks; stderr before there is a folder
-        self.activity, self._since = "start", time.monotonic()
-        self._beaten, self._phase = time.monotonic(), ""  # of the last heartbeat that `look` wrote
+        now = time.monotonic()
+        self.activity = "start"
+        self._since = now  # it began
+        self._beaten = now  # when `look` wrote the last heartbeat
+        self._phase = ""  # of that heartbeat's activity
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
-        self._ticked = self._idle = time.monotonic()  # last tick, and the end of its work
+        self._ticked = now  # last tick
+        self._idle = now  # end of its work
         self._suspended = 0.0  # seconds in all
         #: Whether the kernel's timer is free: a program may have set it for itself.
         self._limits = signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -279,12 +196,12 @@ class Watchdog:
             faulthandler.disable()
             faulthandler.unregister(signal.SIGTERM)
         os.close(self._stack)
+        stacks = stack_file(self._folder, self.rank)
         with suppress(OSError):
-            stack = self._folder / f"{self.rank}.stack"
-            if not stack.stat().st_size:
-                stack.unlink()
+            if stacks.stat().st_size == 0:
+                stacks.unlink()
             if not self._failed:  # a heartbeat that remains indicates a crash
-                (self._folder / f"{self.rank}.json").unlink(missing_ok=True)
+                beat_file(self._folder, self.rank).unlink(missing_ok=True)
 
     def _arm(self) -> None:
         """Start the timers that need no interpreter; the thread restarts them."""
@@ -297,7 +214,7 @@ class Watchdog:
     def keep_in(self, folder: Path) -> None:
         """Write heartbeats and stacks to `folder` from now on. Raises UsageError if that fails."""
         try:
-            self._stack = os.open(folder / f"{self.rank}.stack", os.O_WRONLY | os.O_CREAT)
+            self._stack = os.open(stack_file(folder, self.rank), os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             text = f"cannot write into {folder} on {self.host}: {error.strerror}"
             raise UsageError(f"{text}; it must be a folder that all ranks see") from error
@@ -311,7 +228,8 @@ class Watchdog:
 
     def doing(self, what: str) -> None:
         """Report the next activity, and restart the time."""
-        self.activity, self._since = what, time.monotonic()
+        self.activity = what
+        self._since = time.monotonic()
 
     def fail(self, why: str) -> None:
         """Record why this rank is about to abort all ranks."""
@@ -322,12 +240,21 @@ class Watchdog:
         """Write a heartbeat."""
         if self._folder is None:
             return
-        who, since = (self.rank, self.host, os.getpid()), time.monotonic() - self._since
-        beat = Beat(*who, self.activity, since, time.time(), self.limit, failed)
-        new = self._folder / f".{self.rank}.json"
+        beat = Beat(
+            rank=self.rank,
+            host=self.host,
+            pid=os.getpid(),
+            doing=self.activity,
+            seconds=time.monotonic() - self._since,
+            time=time.time(),
+            limit=self.limit,
+            failed=failed,
+        )
+        file = beat_file(self._folder, self.rank)
+        new = file.with_name(f".{file.name}")
         with suppress(OSError):  # no space, or the folder is gone: the training loop reports it
             new.write_text(json.dumps(asdict(beat)) + "\n")
-            new.replace(self._folder / f"{self.rank}.json")
+            new.replace(file)
 
     def _watch(self) -> None:
         while not self._over.wait(min(TICK, self.interval)):
@@ -344,7 +271,8 @@ class Watchdog:
         if now - self._idle > 2 * TICK:
             self._suspended += now - self._idle - TICK
         missed = now - self._ticked - TICK
-        self._ticked = self._idle = now
+        self._ticked = now
+        self._idle = now
         if missed <= TICK:
             return
         self._since = min(now, self._since + missed)
@@ -365,7 +293,8 @@ class Watchdog:
         waited = now - self._since
         phase = PHASE.sub("", self.activity).partition(" ")[0]
         if now - self._beaten >= self.interval or phase != self._phase:
-            self._beaten, self._phase = now, phase
+            self._beaten = now
+            self._phase = phase
             self.beat()
             self._arm()
         if self.activity == MPI_INIT and waited > SLOW_INIT and not self._init_reported:
@@ -380,8 +309,10 @@ class Watchdog:
     @property
     def _allowed(self) -> float:
         """Seconds that the current activity may take."""
-        alone = self._folder is None and self.activity != MPI_INIT
-        return self.limit * (PATIENCE if alone and self.activity.startswith(WAITING) else 1)
+        is_waiting = self.activity.startswith(WAITING) and self.activity != MPI_INIT
+        if is_waiting and self._folder is None:
+            return PATIENCE * self.limit
+        return self.limit
 
     def _time_is_up(self, now: float) -> None:
         """End all ranks, unless another rank is to decide or some rank has made progress since.
@@ -398,24 +329,36 @@ class Watchdog:
             os._exit(1)
         elif now - self._looked >= self.interval:
             self._looked = now
-            clock, silence = time.time(), 2 * self.interval
-            with suppress(OSError):  # the clock that stamps the heartbeats, also on a full disk
-                os.utime(self._stack)
-                clock = os.fstat(self._stack).st_mtime
-            for rank in reversed(range(self.rank)):
-                beat = read_beat(folder / f"{rank}.json")
-                if beat and clock - beat.time <= silence and is_overdue(beat, clock):
-                    return
-            beats = read_beats(folder)
-            if all(is_overdue(beat, clock) for beat in beats if beat.rank != self.rank):
-                with suppress(OSError):
-                    (folder / HANG).touch()
-                self._end(blame(beats, self.size, clock, silence))
+            self._judge(folder)
+
+    def _judge(self, folder: Path) -> None:
+        """End all ranks if none has reported anything new, and no lower rank is to do that."""
+        silence = 2 * self.interval
+        clock = self._file_clock()
+        for rank in reversed(range(self.rank)):
+            beat = read_beat(beat_file(folder, rank))
+            if beat and clock - beat.time <= silence and is_overdue(beat, clock):
+                return
+        beats = read_beats(folder)
+        if all(is_overdue(beat, clock) for beat in beats if beat.rank != self.rank):
+            with suppress(OSError):
+                (folder / HANG).touch()
+            self._end(blame(beats, self.size, clock, silence))
+
+    def _file_clock(self) -> float:
+        """Return the time of the clock that stamps the heartbeats, also on a full disk."""
+        with suppress(OSError):
+            os.utime(self._stack)
+            return os.fstat(self._stack).st_mtime
+        return time.time()
 
     def _end(self, lines: list[str]) -> None:
         """Report which ranks hung, write the stacks and end all ranks."""
-        lines = [f"nothing new for {self._allowed:.0f} s while in: {self.activity}", *lines]
-        lines.append(f"stacks are in {self._dump()}")
+        lines = [
+            f"nothing new for {self._allowed:.0f} s while in: {self.activity}",
+            *lines,
+            f"stacks are in {self._dump()}",
+        ]
         say("\n".join(f"{self._where} {line}" for line in lines), sys.stderr)
         self.fail("; ".join(lines))
         time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others write their stacks too
@@ -426,7 +369,8 @@ class Watchdog:
 
     def _dump(self) -> str:
         """Write the stacks of all threads to a file; return its folder, or its name if none."""
-        descriptor, name = self._stack, str(self._folder)
+        descriptor = self._stack
+        name = str(self._folder)
         if self._folder is None:
             descriptor, name = tempfile.mkstemp(".stack", "hpctrain-")
         faulthandler.dump_traceback(descriptor, all_threads=True)

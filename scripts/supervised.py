@@ -27,11 +27,11 @@ import sys
 import time
 from pathlib import Path
 
+from hpctrain.heartbeat import read_beats
 from hpctrain.launch import ROOT
 from hpctrain.report.history import History, time_of
 from hpctrain.report.record import read_records
 from hpctrain.supervise import newest_step
-from hpctrain.watchdog import read_beats
 from tests.support.launch import Job, mpirun
 from tests.support.wait import wait_for
 

@@ -19,10 +19,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from hpctrain.errors import UsageError
+from hpctrain.heartbeat import HEARTBEATS, find_cause
 from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, is_number
 from hpctrain.report.step_stats import Costs
 from hpctrain.text import counted
-from hpctrain.watchdog import HEARTBEATS, find_cause
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,6 +26,7 @@ from hpctrain.config.option import flag_of
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole, writing
+from hpctrain.heartbeat import HEARTBEATS
 from hpctrain.parallel.device import hardware_key, memory_of
 from hpctrain.parallel.mpi import agreed, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
@@ -37,7 +38,6 @@ from hpctrain.training.checkpoint import Checkpoint, find_best, has_best, make_r
 from hpctrain.training.control import RunLock
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.run import NOTHING, Progress, Run, read_on_all
-from hpctrain.watchdog import HEARTBEATS
 
 
 class PreviousLaunch(NamedTuple):

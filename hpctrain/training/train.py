@@ -15,6 +15,7 @@ from hpctrain.cluster import LEFT
 from hpctrain.config import Config
 from hpctrain.config.functions import tracebacks_in
 from hpctrain.errors import Failure, RunError
+from hpctrain.heartbeat import HEARTBEATS
 from hpctrain.models import read_model
 from hpctrain.parallel.device import explain_errors, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
@@ -30,7 +31,7 @@ from hpctrain.training.loop import save_checkpoint, train_epochs
 from hpctrain.training.run import CannotContinue, NonFinite, Run
 from hpctrain.training.setup import find_pack, require_validation, set_up, use_network_of_init
 from hpctrain.training.validate import choose_network, save_network, test, validate
-from hpctrain.watchdog import HEARTBEATS, current, doing, started, waiting
+from hpctrain.watchdog import current, doing, started, waiting
 
 SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
 

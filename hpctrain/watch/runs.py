@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import Failure, UsageError
+from hpctrain.heartbeat import BEAT_EVERY, HEARTBEATS, beat_file, is_gone, read_beat
 from hpctrain.report import find
 from hpctrain.report.display import state_lines
 from hpctrain.report.history import History, Metrics, Point, metrics_of
 from hpctrain.stop import ask
 from hpctrain.text import duration, percent, rate, rough_duration, short_number
 from hpctrain.training.control import STOP_FILE
-from hpctrain.watchdog import BEAT_EVERY, HEARTBEATS, is_gone, read_beat
 
 GRACE = 10.0  # seconds without change that are always tolerated
 OVERDUE = 3.0  # times the longest usual interval, in addition
@@ -101,7 +101,7 @@ class WatchedRun:
         overdue = GRACE + OVERDUE * history.longest_interval()
         testing = history.step.get("step") == history.total_steps  # all steps are completed
         look = record > overdue / 2 or testing or not history.step
-        beat = read_beat(self.folder / HEARTBEATS / "0.json") if look else None
+        beat = read_beat(beat_file(self.folder / HEARTBEATS, 0)) if look else None
         beaten = self._idle("heartbeat", beat.time, beat.time) if beat else math.inf
         if beat and (is_gone(beat) or beaten > overdue) and (ended := history.outcome()).status:
             return ended.status, ended.line
