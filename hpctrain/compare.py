@@ -20,6 +20,7 @@ import torch
 from hpctrain.config import CompareConfig, Config
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
+from hpctrain.outcome import Status
 from hpctrain.plan import read_plan
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import NETWORK_FILE, find_folder
@@ -63,7 +64,7 @@ def main(settings: CompareConfig) -> int:
     ]
     for run, folder in zip(runs, folders, strict=True):
         status, reason, _ = History.read(folder, "none").outcome()
-        if status != "done":
+        if status != Status.DONE:
             lines.append(
                 f"{run}: {status or 'not finished'} ({brief(reason or 'no reason known')})"
             )

@@ -16,7 +16,8 @@ from pathlib import Path
 from hpctrain.cluster import end_with_parent, signals_handled
 from hpctrain.cores import cgroup_folders
 from hpctrain.errors import RunError, UsageError
-from hpctrain.report.history import History, Outcome
+from hpctrain.outcome import Outcome
+from hpctrain.report.history import History
 
 ROOT = Path(__file__).resolve().parents[1]
 PROC = Path("/proc")

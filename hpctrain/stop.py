@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.config import StopConfig
+from hpctrain.outcome import Status
 from hpctrain.report.find import SWEEP_FILE, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.text import say
@@ -31,7 +32,7 @@ def ask(folder: Path) -> str:
         if working or is_locked(folder):
             return f"{folder} is asked to stop: its networks after their next step, no other begins"
         return f"{folder} is not at work; queued tasks of a job array will end at once"
-    if History.read(folder, "none").launch.outcome.status == "done":
+    if History.read(folder, "none").launch.outcome.status == Status.DONE:
         return f"{folder} has already ended"
     request_stop(folder)
     return f"{folder} is asked to stop after its next step"

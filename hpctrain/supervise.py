@@ -41,8 +41,9 @@ from hpctrain import launch
 from hpctrain.cluster import LEFT, ask, find_job, srun_words, tasks_by_node
 from hpctrain.config import Config, SuperviseConfig
 from hpctrain.errors import RunError, UsageError
+from hpctrain.outcome import Outcome, Status
 from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
-from hpctrain.report.history import History, Outcome
+from hpctrain.report.history import History
 from hpctrain.text import counted, listed, say
 from hpctrain.training.control import is_locked
 from hpctrain.watchdog import IMPORTS
@@ -80,7 +81,7 @@ class EndedLaunch(NamedTuple):
 
         `asked` is whether the supervisor had asked the run to save and exit.
         """
-        preempted = self.code == LEFT or self.outcome.status == "preempted"
+        preempted = self.code == LEFT or self.outcome.status == Status.PREEMPTED
         if self.code == 0:
             return 0, ""
         if preempted and (asked or self.code == LEFT or self.saved > self.saved_before):

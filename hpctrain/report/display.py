@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.live import Live
 from rich.text import Text
 
+from hpctrain.outcome import Status
 from hpctrain.report.console import make_console, output_width, styled
 from hpctrain.report.step_stats import shares_text
 from hpctrain.text import (
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
     from hpctrain.report.history import History
 
 Record = Mapping[str, Any]
-BEGAN = {"done": "Done in", "stopped": "Stopped after", "preempted": "Preempted after"}
+BEGAN = {
+    Status.DONE: "Done in",
+    Status.STOPPED: "Stopped after",
+    Status.PREEMPTED: "Preempted after",
+}
 SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
 REDRAW = 0.5  # seconds after a drawing of the bar in which steps are not drawn
 
@@ -190,9 +195,10 @@ def figures(record: Record) -> str:
 def summary_lines(record: Record, test: str) -> Iterator[str]:
     """Yield how a run ended, the result of its test, how its time was spent, and advice."""
     began = f"{BEGAN.get(record['status'], 'Failed after')} {duration(record['seconds'])}"
-    reason, is_whole = record["reason"] or "", record["status"] in ("done", "stopped")
+    reason = record["reason"] or ""
+    is_whole = record["status"] in (Status.DONE, Status.STOPPED)
     yield _joined([began, reason.partition("\n")[0], test if is_whole else ""], ": ")
-    if record["status"] in ("stopped", "preempted"):
+    if record["status"] in (Status.STOPPED, Status.PREEMPTED):
         yield "  the same command resumes the run"
     yield from (f"  {line}" for line in (*cost_lines(record), *record.get("advice", ())))
 

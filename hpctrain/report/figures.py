@@ -26,6 +26,7 @@ import numpy as np
 from hpctrain.config import PlotConfig
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
+from hpctrain.outcome import Status
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.report.record import is_count
@@ -125,8 +126,8 @@ def read_curves(name: str, folder: Path) -> RunCurves:
     result = "" if loss is None else f"test loss {short_number(loss)}"
     result = result if accuracy is None else f"test accuracy {100 * accuracy:.2f} %"
     outcome = history.outcome()
-    status = "" if outcome.status == "done" else outcome.status or "not finished"
-    summary = ", ".join(filter(None, [status, result])) or "done"
+    status = "" if outcome.status == Status.DONE else outcome.status or "not finished"
+    summary = ", ".join(filter(None, [status, result])) or Status.DONE
     if status:
         say(f"{name}: {outcome.reason or summary}")
     return RunCurves(name, summary, curves)

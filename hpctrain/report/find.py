@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import UsageError, did_you_mean
-from hpctrain.report.history import History, metrics_of
+from hpctrain.report.history import History
+from hpctrain.report.metrics import metrics_of
 from hpctrain.report.record import FILE_NAME
 
 SETTINGS_FILE = "config.toml"  # the settings of a run

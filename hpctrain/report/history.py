@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hpctrain.errors import UsageError
 from hpctrain.heartbeat import HEARTBEATS, find_cause
+from hpctrain.outcome import Outcome, Status
+from hpctrain.report.metrics import UNKNOWN, Metrics, best_of, metrics_of
 from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, is_number
 from hpctrain.report.step_stats import Costs
 from hpctrain.text import counted
@@ -40,36 +42,6 @@ COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if
 
 Table = dict[str, "np.ndarray"]  # columns by name
 Point = tuple[float, float]  # of a curve: means of step and value
-
-
-class Outcome(NamedTuple):
-    """How a launch ended."""
-
-    status: str = ""  # done, stopped, preempted, failed; empty if unknown
-    reason: str | None = None
-    time: float = 0.0  # in seconds since 1970
-
-    @property
-    def line(self) -> str:
-        """Status and reason in one line."""
-        reason = (self.reason or "").partition("\n")[0]
-        return f"{self.status}: {reason}" if reason else self.status
-
-
-class Metrics(NamedTuple):
-    """Means over a split; None if unknown or not finite."""
-
-    loss: float | None = None
-    accuracy: float | None = None
-
-    def score(self, by_accuracy: bool) -> float:
-        """Return a score, larger is better; minus infinity if the metric is unknown."""
-        if by_accuracy:
-            return -math.inf if self.accuracy is None else self.accuracy
-        return -math.inf if self.loss is None else -self.loss
-
-
-UNKNOWN = Metrics()
 
 
 @dataclass
@@ -312,8 +284,11 @@ class History:
         """
         if self.launch.outcome.status:
             return self.launch.outcome
-        found = find_cause(self.folder / HEARTBEATS, over)
-        return Outcome("failed", *found) if found else Outcome()
+        cause = find_cause(self.folder / HEARTBEATS, over)
+        if cause is None:
+            return Outcome()
+        reason, time = cause
+        return Outcome(Status.FAILED, reason, time)
 
     @property
     def total_steps(self) -> int | None:
@@ -327,8 +302,10 @@ class History:
 
     def best(self, by_accuracy: bool) -> Metrics:
         """Return the best validation so far."""
-        found = (metrics_of(r) for r in self._evaluations if r["split"] == "validation")
-        return max(found, key=lambda each: each.score(by_accuracy), default=UNKNOWN)
+        validations = (
+            metrics_of(record) for record in self._evaluations if record["split"] == "validation"
+        )
+        return best_of(validations, by_accuracy)
 
     def best_validation(self) -> Metrics:
         """Return the smallest loss and the largest accuracy of all validations."""
@@ -354,11 +331,6 @@ class History:
         for record in self._recent:
             costs.add(record)
         return costs.facts()
-
-
-def metrics_of(record: Record) -> Metrics:
-    """Return the loss and the accuracy of a record."""
-    return Metrics(record.get("loss"), record.get("accuracy"))
 
 
 def time_of(record: Record) -> float:

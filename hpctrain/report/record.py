@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import write_whole, writing
+from hpctrain.outcome import Status
 from hpctrain.report.step_stats import Costs
 from hpctrain.text import brief
 
@@ -139,7 +140,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "note": {"text": TEXT},
     "digest": {"step": COUNT, "digest": EXACT_TEXT},
     "end": {  # of a launch; metrics of the test may follow
-        "status": TEXT,  # done, stopped, preempted, failed
+        "status": TEXT,  # outcome.py: Status
         "reason": TEXT,
         "repeats": Field(bool),  # whether another launch would fail in the same way
         "seconds": NUMBER,  # since the line of kind "run"
@@ -241,7 +242,7 @@ class Recorder:
             each.write({"kind": "phase", "text": text})
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
-        """Record how the run ended ("done", "stopped", ...) and how its time was spent."""
+        """Record how the run ended and how its time was spent."""
         seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
         self._started = 0.0
         fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
@@ -290,7 +291,7 @@ class Recorder:
         name = "" if isinstance(error, Failure) else type(error).__name__
         with suppress(RunError):  # the exception being handled matters more than its record
             if self._started:
-                self.end("failed", ": ".join(filter(None, [name, str(error)])))
+                self.end(Status.FAILED, ": ".join(filter(None, [name, str(error)])))
         with suppress(RunError):
             self.close()
 
@@ -425,7 +426,7 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
             case "evaluation":
                 return record["split"] == "validation" and record["step"] <= validated
             case "end":
-                return record["status"] != "done"
+                return record["status"] != Status.DONE
         return True
 
     kept, lines = [], Lines()

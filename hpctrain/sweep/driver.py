@@ -41,6 +41,7 @@ from hpctrain.config import SweepConfig, require_trust, to_toml
 from hpctrain.cores import allowed_cores, core_count
 from hpctrain.errors import UsageError
 from hpctrain.files import as_text, whole_file, write_whole, writing
+from hpctrain.outcome import Outcome, Status
 from hpctrain.report.console import make_console
 from hpctrain.report.find import SWEEP_FILE, find_folder, ranked_runs
 from hpctrain.report.history import History
@@ -50,7 +51,7 @@ from hpctrain.training.control import LOCK_FILE, STOP_FILE, RunLock, is_locked, 
 
 RESULTS_FILE = "results.csv"
 FIGURES = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
-FINAL = ("done", "failed")  # such networks are skipped by the same command
+FINAL = (Status.DONE, Status.FAILED)  # such networks are skipped by the same command
 POLL_EVERY = 0.2  # seconds between checks of processes, records, locks and the STOP file
 
 
@@ -227,20 +228,31 @@ class Training:
     """One network of a sweep: its status and its history, and its launch while it is trained."""
 
     def __init__(
-        self, folder: Path, network: SweepNetwork, known: dict[str, str], retry: bool
+        self, folder: Path, network: SweepNetwork, earlier: dict[str, str], retry: bool
     ) -> None:
-        """`known` is the line of an earlier results.csv. The run is not running."""
-        self.network, self.run = network, folder / network.name
+        """`earlier` is the line of an earlier results.csv. The run is not running."""
+        self.network = network
+        self.run = folder / network.name
         self.log = Path(f"{self.run}.log")
         self.history = History.read(self.run, "none")
-        self.status, self.reason, _ = self.history.launch.outcome
-        if self.status != "done" and known.get("status") == "failed":
-            self.status, self.reason = "failed", known.get("reason")
-        elif self.status not in ("done", "failed", "stopped"):
-            self.status = "unfinished" if self.history.facts else "waiting"
-            self.reason = self.history.outcome().reason
-        if retry and self.status == "failed":
-            self.status, self.reason = "unfinished", None
+        self.outcome = self._recorded(earlier)
+        if retry and self.outcome.status == Status.FAILED:
+            self.outcome = Outcome(Status.UNFINISHED)
+
+    @property
+    def status(self) -> str:
+        """The status of the network: one that has not ended is waiting, running or unfinished."""
+        return self.outcome.status
+
+    def _recorded(self, earlier: dict[str, str]) -> Outcome:
+        """Return how the last launch ended, by the record of the run and by results.csv."""
+        outcome = self.history.launch.outcome
+        if outcome.status != Status.DONE and earlier.get("status") == Status.FAILED:
+            return Outcome(Status.FAILED, earlier.get("reason"))
+        if outcome.status in (Status.DONE, Status.FAILED, Status.STOPPED):
+            return outcome
+        status = Status.UNFINISHED if self.history.facts else Status.WAITING
+        return Outcome(status, self.history.outcome().reason)
 
     def launch(self, slot: Slot, sessions: str) -> None:
         """Start the network in a slot. Raises RunError if it cannot be started."""
@@ -250,32 +262,42 @@ class Training:
         env = launch.environment({**launch.UNBOUND, **own, **launch.own_sessions(sessions)})
         command = [*slot.command, f"{self.run}.toml"]
         self.launched = launch.LaunchedRun(self.run, command, env, self.log, slot.cores)
-        self.history, self.status, self.reason = self.launched.history, "running", None
+        self.history = self.launched.history
+        self.outcome = Outcome(Status.RUNNING)
         self.is_stopping = False
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; then the status is set, to unfinished if it left."""
-        if (code := self.launched.process.poll()) is not None:
-            (self.run / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
-            self.status, self.reason = self._outcome(code)
-            if self.status == "failed":
-                self.reason = f"{self.reason}{self.launched.memory_hint()}"
-        return code is not None
+        """Whether the process has ended; then the outcome is set, to unfinished if it left."""
+        code = self.launched.process.poll()
+        if code is None:
+            return False
+        (self.run / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
+        self.outcome = self._outcome(code)
+        if self.outcome.status == Status.FAILED:
+            reason = f"{self.outcome.reason}{self.launched.memory_hint()}"
+            self.outcome = self.outcome._replace(reason=reason)
+        return True
 
-    def _outcome(self, code: int) -> tuple[str, str | None]:
-        own, outcome = self.launched.outcome(), self.history.launch.outcome
-        output = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-        if own.status == "done" or (code == 0 and outcome.status == "done"):
-            return "done", outcome.reason
-        if own.status == "stopped":
-            return "stopped", own.reason
+    def _outcome(self, code: int) -> Outcome:
+        """Return how the launch ended: by its record, else by its exit code and its output."""
+        recorded = self.launched.outcome()
+        last = self.history.launch.outcome  # of an earlier launch if this one recorded nothing
+        if recorded.status == Status.DONE or (code == 0 and last.status == Status.DONE):
+            return Outcome(Status.DONE, last.reason)
+        if recorded.status == Status.STOPPED:
+            return recorded
         if self.launched.is_notified or code == LEFT:  # it saved, was killed, or fails again
-            return "unfinished", own.reason
-        if own.status == "failed":
-            return "failed", own.reason or launch.last_error_line(output)
-        if code < 0:
-            return "failed", f"ended by signal {-code} ({signal.Signals(-code).name})"
-        return "failed", launch.last_error_line(output) if code else "it ended without a record"
+            return Outcome(Status.UNFINISHED, recorded.reason)
+        if recorded.status == Status.FAILED and recorded.reason:
+            return recorded
+        if recorded.status != Status.FAILED:
+            if code < 0:
+                name = signal.Signals(-code).name
+                return Outcome(Status.FAILED, f"ended by signal {-code} ({name})")
+            if code == 0:
+                return Outcome(Status.FAILED, "it ended without a record")
+        output = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+        return Outcome(Status.FAILED, launch.last_error_line(output))
 
     def row(self) -> tuple[str, str, str]:
         """Return name, status and progress: "epoch 3 of 20, validation 0.9120, 12 s"."""
@@ -287,20 +309,21 @@ class Training:
             value = metrics.loss if metrics.accuracy is None else metrics.accuracy
             texts += [f"{split} {short_number(value)}"] if value is not None else []
         texts += [f"{history.seconds:.0f} s"] if epochs else []
-        texts += [self.reason] if self.reason else []
-        texts += [f"see {self.log}"] if self.status == "failed" else []
+        texts += filter(None, [self.outcome.reason])
+        if self.status == Status.FAILED:
+            texts.append(f"see {self.log}")
         return self.network.name, self.status, ", ".join(texts)
 
 
 def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
     """Return all networks of a sweep. With `retry`, those that have failed are unfinished."""
-    known: dict[str, dict[str, str]] = {}
+    earlier: dict[str, dict[str, str]] = {}
     with (
         suppress(OSError, KeyError, ValueError, csv.Error),  # not there, or changed by others
         open(folder / RESULTS_FILE, newline="", encoding="utf-8-sig") as file,
     ):
-        known = {row["name"]: row for row in csv.DictReader(file)}
-    return [Training(folder, each, known.get(each.name, {}), retry) for each in networks]
+        earlier = {row["name"]: row for row in csv.DictReader(file)}
+    return [Training(folder, network, earlier.get(network.name, {}), retry) for network in networks]
 
 
 def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
@@ -324,8 +347,8 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
                 ending = signals[0][0].name
             for training in [each for each in running if each.has_ended()]:
                 running.remove(training)
-                if training.status == "unfinished" and ending in ("", STOP_FILE):
-                    ending = f"{training.network.name} was preempted: {training.reason}"
+                if training.status == Status.UNFINISHED and ending in ("", STOP_FILE):
+                    ending = f"{training.network.name} was preempted: {training.outcome.reason}"
                 write_results(folder, trainings)
                 final = sum(each.status in FINAL for each in trainings)
                 say(f"{'  '.join(training.row())}  ({final} of {len(trainings)})")
@@ -369,7 +392,7 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
     header = ("name", "status", "reason", *names, *FIGURES, "epochs", "seconds")
     lines: list[Sequence[object]] = [header]
     for training, table in zip(trainings, tables, strict=True):
-        line: list[object] = [training.network.name, training.status, training.reason]
+        line: list[object] = [training.network.name, training.status, training.outcome.reason]
         line += [table[name] for name in names]
         line += [*reversed(training.history.best_validation()), *reversed(training.history.test)]
         lines.append([*line, training.history.completed, round(training.history.seconds, 1)])
@@ -389,7 +412,7 @@ def conclude(folder: Path, trainings: list[Training]) -> int:
     make_console().print(grid([each.row() for each in dict.fromkeys([*best, *trainings])]))
     counts = Counter(training.status for training in trainings)
     say(f"{folder}: {', '.join(f'{counts[status]} {status}' for status in sorted(counts))}")
-    return int("failed" in counts)
+    return int(Status.FAILED in counts)
 
 
 def grid(rows: Sequence[Sequence[str]]) -> Table:

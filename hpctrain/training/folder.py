@@ -27,11 +27,12 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole, writing
 from hpctrain.heartbeat import HEARTBEATS
+from hpctrain.outcome import Outcome, Status
 from hpctrain.parallel.device import hardware_key, memory_of
 from hpctrain.parallel.mpi import agreed, library, on_root
 from hpctrain.plan import FREE, Plan, describe_shares, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
-from hpctrain.report.history import History, Outcome
+from hpctrain.report.history import History
 from hpctrain.report.record import Recorder, truncate_record
 from hpctrain.text import counted, parse_json, ranges
 from hpctrain.training.checkpoint import Checkpoint, find_best, has_best, make_ready, newest
@@ -255,7 +256,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         )
     history = History(folder)
     history.follow()
-    finished = history.launch.outcome.status == "done"
+    finished = history.launch.outcome.status == Status.DONE
     if config.epochs and config.epochs < plan.epochs and not finished:
         raise UsageError(
             f"the run {folder} was begun with {counted(plan.epochs, 'epoch')}, which --epochs"
@@ -279,7 +280,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     crash = outcome if unrecorded and not history.problem else None
     if crash:
         problems.insert(0, f"the launch before did not record its end: {crash.reason}")
-    idle = recorded.status == "preempted" and not history.launch.first_step
+    idle = recorded.status == Status.PREEMPTED and not history.launch.first_step
     return PreviousLaunch(folder, config, plan, finished, idle, checkpoint, problems, crash)
 
 

@@ -19,6 +19,7 @@ from hpctrain.cluster import received_signal
 from hpctrain.data.split import Bad, describe_first
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
+from hpctrain.outcome import Status
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Totals
 from hpctrain.parallel.mpi import agreed, allgather, minimum
@@ -47,7 +48,7 @@ def train_epochs(run: Run) -> None:
     plan, state, per_epoch = run.plan, run.progress, run.plan.steps_per_epoch
     pending: deque[PendingStep] = deque()  # oldest first
     if minimum(run.comm, received_signal() is None) == [0]:
-        state.ended = "preempted"  # before the first step
+        state.ended = Status.PREEMPTED  # before the first step
         return
     if state.step and validation_due(run, state.step) and state.validated < state.step:
         validate(run)  # the previous launch was preempted during it
@@ -225,7 +226,8 @@ def record_step(run: Run, pending: PendingStep) -> bool:
         rows=totals.rows,
     )
     if totals.stop:  # even if also preempted in the same step
-        state.ended, state.reason = "stopped", "asked to stop"
+        state.ended = Status.STOPPED
+        state.reason = "asked to stop"
     elif totals.preempted and not state.ended:
-        state.ended = "preempted"
+        state.ended = Status.PREEMPTED
     return totals.save > 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +21,12 @@ from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from hpctrain.models import InitialWeights
+from hpctrain.outcome import Status
 from hpctrain.parallel.hosts import HostCores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
+from hpctrain.report.metrics import Metrics
 from hpctrain.report.record import Recorder
 from hpctrain.tasks.task import Task
 from hpctrain.text import listed
@@ -52,10 +53,12 @@ class Reached(NamedTuple):
     figures: dict[str, float | None]
 
     @property
-    def loss(self) -> float:
-        """The validation loss; infinite where none is known."""
-        loss = self.figures.get("validation_loss")
-        return math.inf if loss is None else loss
+    def validation(self) -> Metrics:
+        """The metrics of the validation; unknown without one."""
+        return Metrics(
+            self.figures.get("validation_loss"),
+            self.figures.get("validation_accuracy"),
+        )
 
 
 NOTHING = Reached(0, 0, {})
@@ -82,7 +85,7 @@ class Progress:
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
     compared: int = 0  # step after which the ranks' digests were last compared
-    ended: str = ""  # before the last epoch: "stopped", "preempted", or "done" by --patience
+    ended: str = ""  # before the last epoch: STOPPED, PREEMPTED, or DONE by --patience
     reason: str | None = None  # for a run that was stopped or is done early
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
@@ -103,7 +106,7 @@ class Progress:
         """
         fields = dataclasses.asdict(self)
         del fields["final"]
-        return fields if self.ended == "done" else {**fields, "ended": "", "reason": None}
+        return fields if self.ended == Status.DONE else {**fields, "ended": "", "reason": None}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Progress:

@@ -17,6 +17,7 @@ from hpctrain.config.functions import tracebacks_in
 from hpctrain.errors import Failure, RunError
 from hpctrain.heartbeat import HEARTBEATS
 from hpctrain.models import read_model
+from hpctrain.outcome import Status
 from hpctrain.parallel.device import explain_errors, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.plan import check_unchanged, describe_plan
@@ -84,7 +85,7 @@ def run_training(
         run.notes += filter(None, [note])
         if config.dry_run:
             on_root(comm, say_plan, run)
-            return TrainingResult(None, "planned")
+            return TrainingResult(None, Status.PLANNED)
         on_root(comm, require_validation, "on_evaluation", on_evaluation is not None, run.pack)
         if earlier:
             run.notes[:0] = folder.restore(run, earlier)
@@ -128,7 +129,7 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
     epochs = counted(earlier.plan.epochs, "epoch")
     say(f"The run {earlier.folder} is finished, {epochs}: a larger --epochs extends it")
     reached = known.get("step", 0), known.get("epoch", 0), known.get("figures", {})
-    return TrainingResult(earlier.folder, "done", 0, *reached)
+    return TrainingResult(earlier.folder, Status.DONE, 0, *reached)
 
 
 def describe_run(run: Run) -> None:
@@ -167,7 +168,7 @@ def give_up(run: Run, error: CannotContinue) -> Failure:
                 run.writer.wait()
         except RunError as second:
             text = f"{error}; not saved: {second}"
-    run.recorder.end("failed", text, repeats=isinstance(error, NonFinite))
+    run.recorder.end(Status.FAILED, text, repeats=isinstance(error, NonFinite))
     return agreed(type(error)(text))
 
 
@@ -182,24 +183,24 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
     save_checkpoint(run)
     on_root(comm, run.writer.wait)
     validates = "validation" in run.pack.splits and state.validated < state.step
-    if validates and state.ended not in ("stopped", "preempted"):
+    if validates and state.ended not in (Status.STOPPED, Status.PREEMPTED):
         validate(run)
         on_root(comm, run.writer.wait)
     tests: dict[str, float | None] = {}
-    if state.ended != "preempted":
+    if state.ended != Status.PREEMPTED:
         choose_network(run)
         on_root(comm, save_network, run)  # before anything else can fail
         tests = test(run) if run.config.test else {}
-    if state.ended == "preempted":
+    if state.ended == Status.PREEMPTED:
         signals = filter(None, allgather(comm, run.control.preempted_by()))
         why = f"{next(signals, 'a signal')}; saved"
         if state.step == first:
             why += ", before the first step of this launch: nothing is lost"
-        run.recorder.end("preempted", why, steps=state.step)
+        run.recorder.end(Status.PREEMPTED, why, steps=state.step)
         code = 1 if again and state.step == first else LEFT
-        return TrainingResult(run.folder, "preempted", code, *state.network)
+        return TrainingResult(run.folder, Status.PREEMPTED, code, *state.network)
     on_root(comm, save_network, run)
-    status = state.ended or "done"
+    status = state.ended or Status.DONE
     run.recorder.end(
         status,
         state.reason,

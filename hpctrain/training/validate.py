@@ -12,8 +12,10 @@ from hpctrain.fault import fault
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
 from hpctrain.inference.network import Inference, describe
 from hpctrain.models import read_model, save_model, snapshot
+from hpctrain.outcome import Status
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
+from hpctrain.report.metrics import Metrics
 from hpctrain.training.run import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing, running_time
 
@@ -35,7 +37,8 @@ def validate(run: Run) -> None:
     if (result := evaluation(run, "validation")) is None:
         return
     state.validated = state.step
-    if result.loss < state.best.loss:
+    reached = Metrics(result.loss, result.accuracy)
+    if reached.is_better(state.best.validation, by_accuracy=False):
         state.best = Reached(state.step, state.epoch, dict(state.figures))
         state.waited = 0
         with evaluated_network(run):
@@ -44,8 +47,10 @@ def validate(run: Run) -> None:
     else:
         state.waited += 1
     if patience and state.waited >= patience and not state.ended:
-        below = f"below the {state.best.loss:.4g} of step {state.best.step}"
-        state.ended, state.reason = "done", f"{patience} validations without a loss {below}"
+        smallest = -state.best.validation.score(by_accuracy=False)
+        below = f"below the {smallest:.4g} of step {state.best.step}"
+        state.ended = Status.DONE
+        state.reason = f"{patience} validations without a loss {below}"
 
 
 @torch.no_grad()
@@ -105,8 +110,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     ran = min(seconds, running_time() - start)  # without a suspension of the job
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, ran)
     if result is None:
-        if state.ended != "stopped":
-            state.ended = "preempted"
+        if state.ended != Status.STOPPED:
+            state.ended = Status.PREEMPTED
         return None
     step, epoch, known = state.network
     known[f"{split}_accuracy"] = result.accuracy

@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.errors import Failure, UsageError
 from hpctrain.heartbeat import BEAT_EVERY, HEARTBEATS, beat_file, is_gone, read_beat
+from hpctrain.outcome import Status
 from hpctrain.report import find
 from hpctrain.report.display import state_lines
-from hpctrain.report.history import History, Metrics, Point, metrics_of
+from hpctrain.report.history import History, Point
+from hpctrain.report.metrics import Metrics, metrics_of
 from hpctrain.stop import ask
 from hpctrain.text import duration, percent, rate, rough_duration, short_number
 from hpctrain.training.control import STOP_FILE
@@ -27,12 +29,20 @@ GRACE = 10.0  # seconds without change that are always tolerated
 OVERDUE = 3.0  # times the longest usual interval, in addition
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # in heartbeats
 POLL_EVERY = 2.0  # seconds: 100 runs take 4 % of a core
+CAN_BE_STOPPED = (Status.WAITING, Status.RUNNING, Status.SILENT)
 COLUMNS = ("run", "status", "done", "validation", "best", "test", "images/s")
 
 State = dict[str, Any]  # all that is shown of a run but its curves, see `WatchedRun`
 Cell = tuple[str, Any]  # of a table: a text, and the value by which rows are sorted
 Shown = tuple[list[str], list[State]]  # the columns and the rows of the table
 Curves = dict[str, dict[str, list[Point]]]  # by metric and split
+
+
+class Condition(NamedTuple):
+    """How a run is doing."""
+
+    status: str  # a `Status`, or the text of a record
+    text: str  # a line for the user
 
 
 class WatchedRun:
@@ -44,15 +54,15 @@ class WatchedRun:
         self._lock = threading.RLock()  # of the history
         self._seen: dict[str, tuple[Any, float]] = {}  # states, and since when
         self._curves: tuple[int, Curves] = -1, {}
-        self.state = self._describe("waiting", "not read yet")
+        self.state = self._describe(Condition(Status.WAITING, "not read yet"))
 
     def poll(self) -> None:
         """Read new lines of the record and update the state."""
         with self._lock:
             self.history.follow()
-            self.state = self._describe(*self._find_status(self.history))
+            self.state = self._describe(self._find_status(self.history))
 
-    def _describe(self, status: str, text: str) -> State:
+    def _describe(self, condition: Condition) -> State:
         history, costs = self.history, self.history.costs()
         step, steps = history.step.get("step", 0), history.total_steps
         last = metrics_of(history.evaluated.get("validation", {}))
@@ -60,13 +70,13 @@ class WatchedRun:
         return {
             "key": str(self.folder),
             "name": self.name,
-            "status": status,
-            "text": text,
-            "can_be_stopped": status in ("waiting", "running", "silent"),
+            "status": condition.status,
+            "text": condition.text,
+            "can_be_stopped": condition.status in CAN_BE_STOPPED,
             "version": history.version,
             "cells": [
                 cell(self.name, str),
-                cell(status, str),
+                cell(condition.status, str),
                 cell(step / steps if steps else None, percent),
                 *map(metrics_cell, (last, best, history.test)),
                 cell(costs.get("images_per_second"), rate),
@@ -88,37 +98,49 @@ class WatchedRun:
             self._seen[what] = state, now
         return now - self._seen[what][1]
 
-    def _find_status(self, history: History) -> tuple[str, str]:
-        """Return the status in one word, and in a line for the user."""
+    def _find_status(self, history: History) -> Condition:
+        """Return how the run is doing, by its folder, its record and the heartbeat of rank 0."""
         if history.problem and not history.lost:
-            return "failed", history.problem
+            return Condition(Status.FAILED, history.problem)
         if not os.path.isdir(self.folder):  # False if the file system does not answer
             proposal = find.propose_run(self.folder.name, str(self.folder.parent))
-            return "pending", f"waiting for {self.folder}{proposal}"
-        record = self._idle("record", history.version, history.launch.latest)
-        if (ended := history.launch.outcome).status:
-            return ended.status, ended.line
+            return Condition(Status.PENDING, f"waiting for {self.folder}{proposal}")
+        silence = self._idle("record", history.version, history.launch.latest)
+        outcome = history.launch.outcome
+        if outcome.status:
+            return Condition(outcome.status, outcome.line)
+        return self._find_status_without_end(history, silence)
+
+    def _find_status_without_end(self, history: History, silence: float) -> Condition:
+        """Return how the run is doing whose record has no end, and is unchanged for `silence` s."""
         overdue = GRACE + OVERDUE * history.longest_interval()
         testing = history.step.get("step") == history.total_steps  # all steps are completed
-        look = record > overdue / 2 or testing or not history.step
-        beat = read_beat(beat_file(self.folder / HEARTBEATS, 0)) if look else None
-        beaten = self._idle("heartbeat", beat.time, beat.time) if beat else math.inf
-        if beat and (is_gone(beat) or beaten > overdue) and (ended := history.outcome()).status:
-            return ended.status, ended.line
+        beat = None
+        beaten = math.inf
+        if silence > overdue / 2 or testing or not history.step:
+            beat = read_beat(beat_file(self.folder / HEARTBEATS, 0))
+        if beat:
+            beaten = self._idle("heartbeat", beat.time, beat.time)
+            if is_gone(beat) or beaten > overdue:
+                outcome = history.outcome()
+                if outcome.status:
+                    return Condition(outcome.status, outcome.line)
         if beaten > GRACE + OVERDUE * max(BEAT_EVERY, (history.facts.get("ranks") or 1) / 20):
             beat = None
-        if record > overdue and (beat is None or beat.doing.startswith(IN_STEP)):
+        if silence > overdue and (beat is None or beat.doing.startswith(IN_STEP)):
             where = f", rank 0 is in: {beat.doing}" if beat else ""
-            return "silent", f"silent for {rough_duration(record)}{where}"
+            return Condition(Status.SILENT, f"silent for {rough_duration(silence)}{where}")
         if os.path.isfile(self.folder / STOP_FILE):
-            return "stopping", "asked to stop"
-        status = "running" if history.facts or history.step else "waiting"
-        if beat and (record > overdue or (testing and "evaluation" in beat.doing)):
-            return status, f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
-        if not history.step:
-            return status, "starting" if history.facts else "not begun yet"
-        left = history.seconds_left()
-        return status, f"running, {duration(left)} left" if left else "running"
+            return Condition(Status.STOPPING, "asked to stop")
+        status = Status.RUNNING if history.facts or history.step else Status.WAITING
+        if beat and (silence > overdue or (testing and "evaluation" in beat.doing)):
+            text = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
+        elif not history.step:
+            text = "starting" if history.facts else "not begun yet"
+        else:
+            left = history.seconds_left()
+            text = f"running, {duration(left)} left" if left else "running"
+        return Condition(status, text)
 
     def stop(self) -> str:
         """Ask the run to stop, unless it has ended. Return a message for the user."""

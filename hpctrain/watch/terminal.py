@@ -22,6 +22,7 @@ from rich.text import Text
 
 from hpctrain.config import WatchConfig
 from hpctrain.errors import UsageError
+from hpctrain.outcome import Status
 from hpctrain.report.console import Console, make_console, styled
 from hpctrain.report.find import all_names
 from hpctrain.text import printable, say
@@ -30,7 +31,12 @@ from hpctrain.watch.web import serve
 
 REDRAW_EVERY = 2.0  # seconds: a drawing takes 50 ms of a core that others use, too
 NAME_WIDTH = 24  # columns of a name or a setting, at most
-STYLES = {"running": "green", "done": "blue", "failed": "bold red", "silent": "bold yellow"}
+STYLES = {
+    Status.RUNNING: "green",
+    Status.DONE: "blue",
+    Status.FAILED: "bold red",
+    Status.SILENT: "bold yellow",
+}
 COLORS = {"training": "cyan", "validation": "orange", "test": "green"}
 MOVES = {"j": 1, "\t": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1, "\x1b[Z": -1}
 KEY = r"(?s)\x1b(?:\[[0-9;]*|O)?.|."  # with its whole escape sequence: F4 is ESC O S

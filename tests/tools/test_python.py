@@ -98,7 +98,8 @@ def test_a_configuration_and_settings_that_take_precedence(comm, data):
     found = hp.train(config, epochs=1, lr=np.float32(0.5), data=Path(data["data"]), seed=None)
     network = hp.load(found.folder, device=torch.device("cpu"))
     assert network.config == dataclasses.replace(config, epochs=1, lr=0.5)
-    assert hp.train(config, epochs=1, lr=0.5, dry_run=True, run="b").status == "planned"
+    planned = hp.train(config, epochs=1, lr=0.5, dry_run=True, run="b")
+    assert planned.status == "planned" and "status='planned'" in repr(planned)
     assert not (Path(data["runs_dir"]) / "b").exists()
 
 
