@@ -181,7 +181,9 @@ class Inference(NamedTuple):
                 inputs = self.prepare(images, key)
                 if labels is None:
                     return (inputs,)
-                return self.task.pair(inputs, copy_to_device(torch.from_numpy(labels), device), key)
+                return self.task.stage(
+                    inputs, copy_to_device(torch.from_numpy(labels), device), key
+                )
 
             tensors = upload.make(len(rows), work)
             return Block(number, rows, labels, bad), tensors, upload.record_event()

@@ -42,7 +42,7 @@ class Task:
     loss: Imported | None = None  # the user's own
     metric: Imported | None = None  # the user's own
 
-    def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    def stage(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return input and target of a batch: images (n, C, H, W) in the network's scale and labels
         (n,), or these images with noise drawn by `key`, and without.
         """

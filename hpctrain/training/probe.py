@@ -78,7 +78,7 @@ def probe_model(
         raise UsageError(str(error)) from None
     labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
     key = random_key(config.seed, "probe")
-    inputs, targets = task.pair(images, labels, key)
+    inputs, targets = task.stage(images, labels, key)
     shape = output_shape(config.task, source.image_shape, task.classes)
     torch.manual_seed(key)
     try:
@@ -448,7 +448,7 @@ def check_sizes(
     images = read_samples(source, np.arange(most), prepare)
     labels = torch.from_numpy(source.read_labels(np.arange(most))).to(images.device)
     key = random_key(0, "sizes")
-    inputs, targets = task.pair(images, labels, key)
+    inputs, targets = task.stage(images, labels, key)
     with fork_rng(images.device):
         if min(shares) < most:
             check_backward(model, task, inputs[: min(shares)], targets[: min(shares)])

@@ -162,7 +162,9 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         splits={"train": train},
         task=network.task,
         trainer=trainer,
-        loader=Loader(train, order, own_shards, augmented, network.task.pair, plan.epochs, options),
+        loader=Loader(
+            train, order, own_shards, augmented, network.task.stage, plan.epochs, options
+        ),
         prepare=prepare,
         init=network.init,
         host=source.cores.scarcest,
