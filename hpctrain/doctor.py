@@ -231,7 +231,7 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     try:
         import torch
 
-        from hpctrain.parallel import device
+        from hpctrain.parallel import device, gpus
     except (ImportError, OSError) as error:
         return found | {"torch_error": f"{type(error).__name__}: {first_line(error)}"}
     place = torch.device("cpu")
@@ -248,7 +248,7 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     elif caught:  # by torch, or that the GPU cannot be used
         found["gpu_problem"] = first_line(caught[-1].message)
     found |= {"built_for": device.built_for(), "key": device.hardware_key(place)}
-    own = device.RankDevice.find(place)
+    own = gpus.RankDevice.find(place)
     return found | {"place": own, "memory": device.memory_of(place)[1]}
 
 
@@ -276,7 +276,7 @@ def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
     yield Finding("GPUs", "; ".join(kinds) or "none: training runs on the CPU")
     if not seen:
         return
-    from hpctrain.parallel.device import choose_transport
+    from hpctrain.parallel.gpus import choose_transport
 
     devices = [rank.place for rank in ranks]
     numbers = listed(f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus)

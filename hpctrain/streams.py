@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.cores import make_pool
+from hpctrain.memory import empty_on_host
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,7 @@ class Upload:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = new_stream(self.device)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        self._buffer = torch.empty(shape, dtype=kind, pin_memory=self.device.type == "cuda")
+        self._buffer = empty_on_host(shape, kind, self.device)
         self._copied = self.record_event()  # nothing was queued yet
 
     def buffer(self, count: int) -> np.ndarray:
@@ -145,7 +146,7 @@ class Snapshot:
     """An asynchronous copy of a small tensor to the host, and the event that it is `copied`."""
 
     def __init__(self, tensor: Tensor, timing: bool = False) -> None:
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._host = empty_on_host(tensor.shape, tensor.dtype, tensor.device)
         self._host.copy_(tensor, non_blocking=True)
         self.copied = record_event(tensor.device, timing)
 

@@ -31,14 +31,11 @@ from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import Answer, Inference, find_model, require_split
+from hpctrain.memory import keep_memory
+from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
 from hpctrain.parallel import mpi
-from hpctrain.parallel.device import (
-    choose_device,
-    explain_errors,
-    keep_memory,
-    torch_settings,
-)
+from hpctrain.parallel.device import choose_device
 from hpctrain.parallel.hosts import share_cores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
@@ -46,6 +43,7 @@ from hpctrain.report.record import without_nonfinite
 from hpctrain.tasks.functions import import_own
 from hpctrain.tasks.task import ANSWERS, TAKEN
 from hpctrain.text import brief, say
+from hpctrain.torch_errors import explain_errors
 from hpctrain.watchdog import started, waiting
 
 if TYPE_CHECKING:
@@ -173,7 +171,7 @@ def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork
     network.inference = network.inference._replace(task=task, rows=rows)
     # With algorithms chosen by timing, the figures would depend on the ranks.
     smaller = explain_errors(RunError, "a smaller --batch-size needs less")
-    with torch_settings(task.precision, benchmark=False), smaller:
+    with torch_flags(task.precision, benchmark=False), smaller:
         yield network
 
 

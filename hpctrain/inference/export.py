@@ -32,7 +32,7 @@ from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.files import whole_file, writing
 from hpctrain.inference.network import find_model
 from hpctrain.inference.trained import TrainedNetwork
-from hpctrain.parallel.device import place
+from hpctrain.models.memory_format import move_model
 from hpctrain.tasks.forward import network_output
 from hpctrain.text import say
 
@@ -79,7 +79,7 @@ def main(settings: ExportConfig) -> int:
     check_output(output)
     network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code)
     metadata = network.metadata
-    model = place(network.model, network.device, channels_last=False)
+    model = move_model(network.model, network.device, channels_last=False)
     shape = fixed or COMPARED, *network.image_shape
     images = draw_images(network.scale, shape, torch.Generator().manual_seed(0))
     values = network.scale.apply(images.numpy())

@@ -27,7 +27,7 @@ from hpctrain.data.partition import random_key
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
-from hpctrain.parallel.device import fork_rng, seed_torch
+from hpctrain.numerics import fork_rng, seed_torch
 from hpctrain.report import find
 from hpctrain.streams import Event, Upload, copy_to_device, copy_to_host
 from hpctrain.tasks.task import Task

@@ -35,11 +35,14 @@ from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import build, input_like, load_weights, read_model
-from hpctrain.parallel.device import choose_device, explain_errors, place, torch_settings
+from hpctrain.models.memory_format import move_model
+from hpctrain.numerics import torch_flags
+from hpctrain.parallel.device import choose_device
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.task import make_task
 from hpctrain.text import MOST_NAMED, brief, counted, listed, printable, say
+from hpctrain.torch_errors import explain_errors
 
 PICTURE_CHANNELS = (1, 3)  # gray, RGB
 PICTURES = (Path, Image.Image)
@@ -126,7 +129,7 @@ class TrainedNetwork:
         self.path = path
         self.device = device
         self._trust_code = trust_code
-        self.model: nn.Module = place(model.eval(), device, channels_last)  # plain torch
+        self.model: nn.Module = move_model(model.eval(), device, channels_last)  # plain torch
         self.classes: tuple[str, ...] = classes
         self.image_shape: tuple[int, int, int] = shape  # (H, W, C)
         self.scale: Scale = scale  # of the training's images
@@ -191,7 +194,7 @@ class TrainedNetwork:
         opened = open_images(self, images)
         inference = self.inference._replace(rows=batch_size or self.inference.rows)
         smaller = explain_errors(RunError, "a smaller batch_size needs less")
-        with torch_settings(inference.task.precision, benchmark=False), smaller:
+        with torch_flags(inference.task.precision, benchmark=False), smaller:
             blocks = range(inference.blocks(len(opened)))
             answers = list(inference.answers(opened, blocks))
         bad = Bad()

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.device import (
-    RankDevice,
-    choose_transport,
-    load_nccl,
-    zeros_for_messages,
-)
+from hpctrain.memory import empty_on_host
+from hpctrain.parallel.device import zeros_for_messages
+from hpctrain.parallel.gpus import RankDevice, choose_transport, load_nccl
 from hpctrain.parallel.mpi import LARGEST, MPI, Comm, allgather, is_gpu_aware, library, on_all
 from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
@@ -211,7 +208,7 @@ class Pinned(HostMemory):
         """Return host memory for vectors at an address, the same in each call."""
         key = address, length, like.dtype
         if key not in self._kept:
-            self._kept[key] = torch.zeros(length, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._kept[key] = empty_on_host((length,), like.dtype, like.device)
         return self._kept[key]
 
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from hpctrain.config.functions import own_code_error
 from hpctrain.errors import Failure
 from hpctrain.models.build import check_is_tensor, failing_layer, mode_of
-from hpctrain.parallel.device import is_of_device
 from hpctrain.text import counted
+from hpctrain.torch_errors import is_of_device
 
 
 def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
     """Return the model's output for inputs (n, C, H, W), never as bfloat16.
 
-    With precision "bf16" it is computed under autocast; parallel/device.py describes the others.
+    With precision "bf16" it is computed under autocast; numerics.py describes the others.
     Raises OwnCodeError as `explain_network` does, and UsageError if the output is no tensor.
     """
     autocast = torch.autocast(inputs.device.type, torch.bfloat16, precision == "bf16")

@@ -17,7 +17,7 @@ from hpctrain.config.functions import Imported, import_function
 from hpctrain.data.loader import Prepare
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
-from hpctrain.parallel.device import fork_rng, seed_torch
+from hpctrain.numerics import fork_rng, seed_torch
 
 RESERVED = ("", "loss", "unweighted_loss", "noisy", "accuracy", "balanced_accuracy", "rows")
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a sample's value in a part of a batch: kernels round otherwise

@@ -18,7 +18,7 @@ from hpctrain.config.functions import Imported
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
-from hpctrain.parallel.device import fork_rng
+from hpctrain.numerics import fork_rng
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric
 

@@ -27,6 +27,7 @@ from hpctrain.cores import make_pool
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import sync
+from hpctrain.memory import empty_on_host
 from hpctrain.models.weights import CorruptFile, read_tensors, write_tensors
 from hpctrain.report.find import CHECKPOINTS, best_file, best_steps, checkpoint_steps
 from hpctrain.report.record import FILE_NAME
@@ -92,8 +93,7 @@ class Writer:
             return
         for name, tensor in tensors.items():
             if name not in self._host:
-                kind, pin = tensor.dtype, tensor.is_cuda
-                self._host[name] = torch.empty(tensor.shape, dtype=kind, pin_memory=pin)
+                self._host[name] = empty_on_host(tensor.shape, tensor.dtype, tensor.device)
             self._host[name].copy_(tensor.detach())
         copies = {name: self._host[name] for name in tensors}
         self._last = state

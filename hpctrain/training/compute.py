@@ -60,7 +60,7 @@ class Compiled(Eager):
     """
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
-        # This also sets the compiler's own switch; torch_settings does not, as it would import it.
+        # This also sets the compiler's own switch; torch_flags does not, as it would import it.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
         # No CUDA graphs of the compiler, even if the environment asks: --cuda-graphs decides.
         made = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})

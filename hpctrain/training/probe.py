@@ -39,20 +39,15 @@ from hpctrain.data.split import Split
 from hpctrain.errors import OwnCodeError, RunError, UsageError
 from hpctrain.models import as_bytes, evaluating
 from hpctrain.models.build import check_names, check_output, mode_of, restored_attributes
+from hpctrain.models.memory_format import move_model
+from hpctrain.numerics import fork_rng, seed_torch, torch_flags, without_benchmark
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.device import (
-    explain_errors,
-    fork_rng,
-    place,
-    seed_torch,
-    torch_settings,
-    without_benchmark,
-)
 from hpctrain.plan import Plan
 from hpctrain.tasks.forward import explain_network, network_output
 from hpctrain.tasks.functions import RELATIVE
 from hpctrain.tasks.task import Task, check_task, output_shape
 from hpctrain.text import listed
+from hpctrain.torch_errors import explain_errors
 
 FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them
 ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number
@@ -95,7 +90,7 @@ def probe_model(
 def works_in_nchw(norms: BatchNorms, check: Callable[[], object]) -> bool:
     """Whether a check that failed passes with the model, which is not used again, in NCHW."""
     model = norms.model
-    place(model, next(model.parameters()).device, channels_last=False)
+    move_model(model, next(model.parameters()).device, channels_last=False)
     model.zero_grad()
     norms.restore()
     try:
@@ -141,7 +136,7 @@ def check_network(
     check_repeats(norms, forward, inputs, key, exact)
     with evaluating(model), torch.no_grad():
         check_repeats(norms, forward, inputs, key, exact)
-        with torch_settings("fp32", config.deterministic, benchmark=False), without_zeros(model):
+        with torch_flags("fp32", config.deterministic, benchmark=False), without_zeros(model):
             check_samples(model, partial(forward, precision="fp32"), inputs[:COMPARED], key)
     return probe
 

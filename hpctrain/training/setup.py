@@ -28,6 +28,7 @@ from hpctrain.data.scale import UNLIKE, Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model, require_split
+from hpctrain.memory import keep_memory
 from hpctrain.models import (
     InitialWeights,
     build,
@@ -38,17 +39,11 @@ from hpctrain.models import (
     read_model,
 )
 from hpctrain.models.init import Scaling
+from hpctrain.models.memory_format import crashing_in_nhwc, has_avx2_only, move_model
 from hpctrain.models.weights import is_torch_file
 from hpctrain.packing.find import find_pack_path
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.device import (
-    choose_device,
-    crashing_in_nhwc,
-    has_avx2_only,
-    keep_memory,
-    place,
-    unused_gpus_note,
-)
+from hpctrain.parallel.device import choose_device, unused_gpus_note
 from hpctrain.parallel.hosts import JobCores, core_notes, share_cores
 from hpctrain.parallel.mpi import (
     Comm,
@@ -201,7 +196,7 @@ def make_network(
         frozen = freeze(model, config.freeze)
         check_types(model)
     config, nchw = choose_memory_format(config, model, device, comm, resumed=begun is not None)
-    place(model, device, config.channels_last)
+    move_model(model, device, config.channels_last)
     like = input_like(model)
     weights = on_root(comm, find_class_weights, config.class_weights, source.train)
     precision = begun.precision if begun else config.precision

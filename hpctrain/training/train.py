@@ -17,13 +17,14 @@ from hpctrain.config.functions import tracebacks_in
 from hpctrain.errors import Failure, RunError
 from hpctrain.heartbeat import HEARTBEATS
 from hpctrain.models import read_model
+from hpctrain.numerics import torch_flags
 from hpctrain.outcome import Status
-from hpctrain.parallel.device import explain_errors, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.find import NETWORK_FILE
 from hpctrain.report.record import Recorder
 from hpctrain.text import counted, say
+from hpctrain.torch_errors import explain_errors
 from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadline
@@ -80,7 +81,7 @@ def run_training(
             return on_root(comm, say_finished, earlier)
         config = earlier.config if earlier else on_root(comm, use_network_of_init, config)
         precision = earlier.plan.precision if earlier else config.precision
-        stack.enter_context(torch_settings(precision, config.deterministic))
+        stack.enter_context(torch_flags(precision, config.deterministic))
         run = stack.enter_context(closing(set_up(config, comm, earlier)))
         run.notes += filter(None, [note])
         if config.dry_run:

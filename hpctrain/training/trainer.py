@@ -21,8 +21,9 @@ from hpctrain import __version__
 from hpctrain.config import Config
 from hpctrain.data.loader import Batch
 from hpctrain.models import as_bytes
+from hpctrain.numerics import seed_torch
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.device import hardware_key, seed_torch
+from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import check_equal_on_all, on_all
 from hpctrain.parallel.overlap import choose_reduce

@@ -32,8 +32,9 @@ from hpctrain.cluster import launched_rank, launched_size
 from hpctrain.data.augment import to_input
 from hpctrain.data.pack import Pack, read_pack
 from hpctrain.data.split import Split
+from hpctrain.memory import keep_memory
 from hpctrain.models import build
-from hpctrain.parallel.device import keep_memory, place
+from hpctrain.models.memory_format import move_model
 from scripts.bench.steps import plain_step
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # images (n, C, H, W), labels (n,)
@@ -64,7 +65,7 @@ def train(job: TrainingJob) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     pack, loads = read_pack(job.data), job.mode == "loader"
     model = build(job.model, pack.image_shape, len(pack.classes))
-    place(model.train(), torch.device("cpu"), job.channels_last)
+    move_model(model.train(), torch.device("cpu"), job.channels_last)
     batches = (load_batches if loads else keep_batches)(job, pack, rank, size)
     if job.mode == "limit":
         keep_memory()

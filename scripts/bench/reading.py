@@ -36,8 +36,8 @@ from hpctrain.data.orders import make_order
 from hpctrain.data.pack import External, Pack, read_pack
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
+from hpctrain.memory import keep_memory
 from hpctrain.packing.make import make_pack
-from hpctrain.parallel.device import keep_memory
 from scripts.bench.harness import measure, print_table, python, run_job
 from scripts.bench.peers import H5Images
 

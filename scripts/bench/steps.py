@@ -16,7 +16,7 @@ from torch import nn
 
 from hpctrain.cli import parse
 from hpctrain.data.loader import Batch
-from hpctrain.parallel.device import torch_settings
+from hpctrain.numerics import torch_flags
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.training.run import Run
 from hpctrain.training.setup import set_up
@@ -33,7 +33,7 @@ def ready(*flags: object) -> Iterator[Run]:
     _, config = parse(["train", *map(str, flags)])
     config.check_conflicts()
     with (
-        torch_settings(config.precision, config.deterministic),
+        torch_flags(config.precision, config.deterministic),
         closing(set_up(config, start_mpi())) as run,
     ):
         yield run

@@ -82,13 +82,8 @@ def make_sum(transport, vector, runs=None, narrow=0):
 # Ranks: what started them, what they agree on, which GPUs they use
 from hpctrain import cluster
 from hpctrain.parallel import hosts, mpi, transport
-from hpctrain.parallel.device import (
-    RankDevice,
-    choose_device,
-    choose_transport,
-    memory_of,
-    zeros_for_messages,
-)
+from hpctrain.parallel.device import choose_device, memory_of, zeros_for_messages
+from hpctrain.parallel.gpus import RankDevice, choose_transport
 
 __all__ += [
     "RankDevice",
