@@ -1,7 +1,7 @@
 """The file of a trained network, model.safetensors, and the loop that passes images through one.
 
-The file holds everything needed to use the network again. `describe` writes its metadata (JSON
-values), which ``trained.py`` reads.
+The file holds everything needed to use the network again, in metadata (JSON values) that training
+writes (``training/validate.py``) and ``trained.py`` reads.
 
 Images pass through the network in fixed blocks, while a thread reads one block ahead. Random
 numbers that are drawn for a block depend on its number only: equal weights have equal figures at
@@ -14,13 +14,12 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpctrain import __version__
 from hpctrain.data.loader import Prefetcher, Prepare
 from hpctrain.data.pack import Pack
 from hpctrain.data.partition import random_key
@@ -36,30 +35,6 @@ from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
     from hpctrain.inference.trained import Images
-    from hpctrain.training.run import Run
-
-SETTINGS = ("small_stem", "task", "noise", "noise_level", "channels_last", "loss", "metric")
-PLANNED = ("model", "image_shape", "pack_uuid", "precision", "evaluation_rows", "class_weights")
-OF_PACK = ("classes", "provenance", "external")
-
-
-def describe(run: Run) -> dict[str, Any]:
-    """Return the metadata of the network that the model of a run holds."""
-    reached, (mean, std) = run.progress.network, run.plan.scaling or (None, None)
-    return {
-        "hpctrain": __version__,
-        **{name: getattr(run.config, name) for name in SETTINGS},
-        **{name: getattr(run.plan, name) for name in PLANNED},
-        **{name: getattr(run.pack, name) for name in OF_PACK},
-        "scale": run.pack.scale._asdict(),
-        "mean": mean,
-        "std": std,
-        "pack": str(Path(run.pack.path).resolve()),
-        "run": run.folder.name,
-        "step": reached.step,
-        "epoch": reached.epoch,
-        "figures": dict(reached.figures),  # which training changes while they are written
-    }
 
 
 def find_model(target: str, runs_dir: str, best: bool = False) -> Path:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from hpctrain import __version__
 from hpctrain.errors import Failure
 from hpctrain.fault import fault
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
-from hpctrain.inference.network import Inference, describe
+from hpctrain.inference.network import Inference
 from hpctrain.models import read_model, save_model, snapshot
 from hpctrain.outcome import Status
 from hpctrain.parallel.mpi import agreed, on_all, on_root
@@ -18,6 +21,11 @@ from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
 from hpctrain.report.metrics import Metrics
 from hpctrain.training.run import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing, running_time
+
+#: What the file of a network holds of the run's settings, plan and pack, by their names there.
+OF_CONFIG = ("small_stem", "task", "noise", "noise_level", "channels_last", "loss", "metric")
+OF_PLAN = ("model", "image_shape", "pack_uuid", "precision", "evaluation_rows", "class_weights")
+OF_PACK = ("classes", "provenance", "external")
 
 
 def validation_due(run: Run, step: int) -> bool:
@@ -43,7 +51,7 @@ def validate(run: Run) -> None:
         state.waited = 0
         with evaluated_network(run):
             tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
-        run.writer.save_best(state.step, tensors, describe(run))
+        run.writer.save_best(state.step, tensors, network_metadata(run))
     else:
         state.waited += 1
     if patience and state.waited >= patience and not state.ended:
@@ -51,6 +59,26 @@ def validate(run: Run) -> None:
         below = f"below the {smallest:.4g} of step {state.best.step}"
         state.ended = Status.DONE
         state.reason = f"{patience} validations without a loss {below}"
+
+
+def network_metadata(run: Run) -> dict[str, Any]:
+    """Return the metadata of the network that the model of a run holds."""
+    reached = run.progress.network
+    mean, std = run.plan.scaling or (None, None)
+    return {
+        "hpctrain": __version__,
+        **{name: getattr(run.config, name) for name in OF_CONFIG},
+        **{name: getattr(run.plan, name) for name in OF_PLAN},
+        **{name: getattr(run.pack, name) for name in OF_PACK},
+        "scale": run.pack.scale._asdict(),
+        "mean": mean,
+        "std": std,
+        "pack": str(Path(run.pack.path).resolve()),
+        "run": run.folder.name,
+        "step": reached.step,
+        "epoch": reached.epoch,
+        "figures": dict(reached.figures),  # which training changes while they are written
+    }
 
 
 @torch.no_grad()
@@ -78,7 +106,7 @@ def choose_network(run: Run) -> None:
 def save_network(run: Run) -> None:
     """Write the network that is evaluated to model.safetensors (rank 0)."""
     with evaluated_network(run):
-        save_model(run.folder / NETWORK_FILE, run.trainer.model, describe(run))
+        save_model(run.folder / NETWORK_FILE, run.trainer.model, network_metadata(run))
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
