@@ -1,35 +1,29 @@
-"""HDF5 files: find out where a dataset is stored, read what has no offset, train on other files.
+"""Train on HDF5 files that are not packs, which are read in place.
 
-What HDF5 would read as zeros is refused: bytes beyond the end of the file, chunks that were never
-written, and virtual or external data whose sources are missing, short or not mapped.
-
-A file that is not a pack is read in place. Its splits are drawn from a seed as lists of rows. If
-samples can be read one by one, each class is divided by the shares and every split is shuffled. If
-they should be read in long blocks (chunks, or --shuffle blocks), whole blocks are drawn, and a
-split has its blocks in random order. Rank 0 does all of this and sends the rows and labels of all
-splits with the ``Pack``: for less than 256 classes and 2^32 images, 5 bytes of each.
+Their splits are drawn from a seed as lists of rows. If samples can be read one by one, each class
+is divided by the shares and every split is shuffled. If they should be read in long blocks (chunks,
+or --shuffle blocks), whole blocks are drawn, and a split has its blocks in random order. Rank 0
+does all of this and sends the rows and labels of all splits with the ``Pack``: for less than 256
+classes and 2^32 images, 5 bytes of each.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import threading
 import unicodedata
 import uuid
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import h5py
 import numpy as np
 
 from hpctrain.config import Shares
+from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
 from hpctrain.data.orders import assign, check_splits, cut, shuffled
 from hpctrain.data.pack import (
     ALIASES,
@@ -39,19 +33,14 @@ from hpctrain.data.pack import (
     External,
     Pack,
     SplitInfo,
-    Stored,
 )
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import FLOATS, FULL, Scale, is_unit
-from hpctrain.data.split import NOT_FINITE, File, Split, as_bytes
-from hpctrain.errors import RunError, UsageError, first_line
+from hpctrain.data.split import NOT_FINITE, Split
+from hpctrain.data.stored import Stored, as_bytes
+from hpctrain.errors import RunError, UsageError
 from hpctrain.text import brief, listed, printable
 
-with suppress(ImportError):
-    import hdf5plugin  # noqa: F401  # registers its filters: Blosc, Zstandard, Bitshuffle, ...
-
-CACHE_BYTES = 64 << 20  # of HDF5's chunk cache, which holds all chunks of some rows
-SLOTS = 10007  # of this cache
 DEFAULT_SPLIT = "0.9,0.1"
 TYPES = (*FULL, *FLOATS)  # little endian
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
@@ -59,176 +48,6 @@ CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # o
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20
-
-
-class Unusable(Exception):
-    """The file was opened but its content cannot be used; the text gives the reason."""
-
-
-@contextmanager
-def open_hdf5(path: str) -> Iterator[h5py.File]:
-    """Open the file for reading; any error in the block is a UsageError that names the file."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            yield file
-    except UsageError:
-        raise
-    except Unusable as error:
-        raise UsageError(f"{path}: {error}") from None
-    except Exception as error:  # of many types, for corrupt metadata
-        number = error.errno if isinstance(error, OSError) else None
-        reason = os.strerror(number) if number else first_line(error)
-        raise UsageError(f"{path} is not a readable HDF5 file: {reason}") from None
-
-
-def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
-    """Return the dataset of this path, which may be a link to another file. Raises Unusable."""
-    for way in accumulate(name.strip("/").split("/"), "{}/{}".format):
-        if way in file and file.get(way) is None:
-            raise Unusable(f"{way} leads nowhere: {file.get(way, getlink=True)!r}")
-    data = file.get(name)
-    if data is None:
-        raise Unusable(f"there is no dataset {name!r}; it holds {listed(file)}")
-    if not isinstance(data, h5py.Dataset):
-        raise Unusable(f"{name} is not a dataset")
-    return data
-
-
-def locate(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
-    """Return where a dataset is stored; all of it must be there. Raises Unusable.
-
-    The sizes of all files that hold it are added to `sizes`.
-    """
-    path = os.path.abspath(os.fsdecode(data.file.filename))
-    name = data.name
-    sizes[path] = os.path.getsize(path)
-    stored = Stored(name, str(data.dtype), data.shape)
-    if data.is_virtual:
-        return stored._replace(chunk_rows=_check_sources(data, path, sizes))
-    if data.external:
-        _check_external(data, path, sizes)
-        return stored
-    if data.chunks:
-        properties = data.id.get_create_plist()
-        filters = [properties.get_filter(n)[0] for n in range(properties.get_nfilters())]
-        if missing := [code for code in filters if not h5py.h5z.filter_avail(code)]:
-            reason = f"{name} needs HDF5's filter {missing[0]}, which is not installed"
-            raise Unusable(f"{reason}: pip install hdf5plugin may provide it")
-        grid = zip(data.shape, data.chunks, strict=True)
-        chunks = math.prod(-(-n // c) for n, c in grid)
-        written = data.id.get_num_chunks()
-        if written != chunks:
-            raise Unusable(f"{name} is incomplete: {written:,} of {chunks:,} chunks")
-        return stored._replace(chunk_rows=int(data.chunks[0]))
-    offset = data.id.get_offset()
-    if offset is None and not data.id.get_storage_size():
-        raise Unusable(f"{name} was never written: the file does not hold its values")
-    return stored._replace(offset=offset or 0)  # 0: compact, inside the metadata
-
-
-def _check_external(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> None:
-    """Raise Unusable unless the raw files of a dataset hold all its bytes."""
-    missing = data.size * data.id.get_type().get_size()
-    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", os.path.dirname(path))
-    for name, offset, size in data.external:
-        raw = os.path.abspath(os.path.join(prefix, name))
-        sizes[raw] = os.path.getsize(raw) if os.path.isfile(raw) else 0
-        size = min(size, missing)  # the last one may be unlimited
-        if offset + size > sizes[raw]:
-            where = f"{data.name} is stored in {raw}"
-            raise Unusable(f"{where}, which is missing or has not {offset + size:,} bytes")
-        missing -= size
-
-
-def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
-    """Check the sources of a virtual dataset; return the most rows of a chunk of one.
-
-    Raises Unusable for a source that is missing or too short, and for values that none holds.
-    """
-    if prefix := os.environ.get("HDF5_VDS_PREFIX"):  # HDF5 then looks at several places
-        raise Unusable(f"sources may be elsewhere by HDF5_VDS_PREFIX={prefix}: unset it")
-    rows = 0
-    mapped = h5py.h5s.create_simple(data.shape)
-    mapped.select_none()
-    for space, name, dataset, chosen in data.virtual_sources():
-        places = (os.path.join(os.path.dirname(path), name), name)  # where HDF5 looks
-        holder = path if name == "." else next(filter(os.path.isfile, places), None)
-        where = f"{data.name} is made of other datasets, and {name}"
-        if holder is None:
-            raise Unusable(f"{where} is missing")
-        with open_hdf5(os.path.abspath(holder)) as file:
-            source = find_dataset(file, dataset)
-            if chosen.shape:
-                last = chosen.get_select_bounds()[1]
-                is_within = len(last) == source.ndim and (np.array(last) < source.shape).all()
-            else:  # all of the source
-                is_within = source.size == space.get_select_npoints()
-            if not is_within:
-                raise Unusable(f"{where} has too few values: {source.name} is {source.shape}")
-            rows = max(rows, locate(source, sizes).chunk_rows)
-        if space.get_select_type() == h5py.h5s.SEL_ALL:
-            mapped.select_all()
-        elif space.is_regular_hyperslab():
-            start, stride, count, block = space.get_regular_hyperslab()
-            mapped.select_hyperslab(start, count, stride, block, h5py.h5s.SELECT_OR)
-        else:
-            raise Unusable(f"{where} has a selection that is not a regular hyperslab")
-    covered = mapped.get_select_npoints()
-    if covered != data.size:
-        raise Unusable(f"{data.name} has {data.size:,} values, and its sources hold {covered:,}")
-    return rows
-
-
-class Rows:
-    """The rows of a dataset that is not stored in one piece, read by h5py. Thread-safe.
-
-    The file must not change while it is read: HDF5 returns zeros for bytes that are missing.
-    (Sources of virtual datasets and raw files are compared when it is opened, and not again.)
-    """
-
-    def __init__(self, path: str, stored: Stored, sizes: dict[str, int]) -> None:
-        """Open the file. Raises UsageError if it or a source is not the one that was checked."""
-        for name, size in sizes.items():
-            File(name, size).close()
-        self._path = path
-        self._lock = threading.Lock()
-        # HDF5 caches what was read last, of each source of a virtual dataset: calls continue there.
-        cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes) // len(sizes)
-        self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cached, rdcc_nslots=SLOTS)
-        self._data = self._file[stored.dataset]
-        self._state = self._read_state()
-
-    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read `rows` (n,), in that order, into `out` (n, ...), as stored. Raises RunError."""
-        order = np.argsort(rows, kind="stable")  # file order
-        cuts = np.flatnonzero(np.diff(rows[order]) != 1) + 1
-        with self._lock:
-            for places in np.split(order, cuts) if len(rows) else ():
-                first = int(rows[places[0]])
-                out[places] = self._read_run(first, first + len(places))
-            self._check_unchanged()
-
-    def close(self) -> None:
-        with self._lock:
-            self._file.close()
-
-    def _read_run(self, start: int, stop: int) -> np.ndarray:
-        try:
-            return np.asarray(self._data[start:stop])
-        except Exception as error:  # of many types, from HDF5 and h5py
-            self._check_unchanged()
-            for row in range(start, stop) if stop - start > 1 else ():
-                self._read_run(row, row + 1)  # raises the error of the first that has one
-            where = f"{self._path}: row {start:,} of {self._data.name}"
-            raise RunError(f"{where} cannot be read: {first_line(error)}") from None
-
-    def _read_state(self) -> tuple[int, int]:
-        state = os.fstat(self._file.id.get_vfd_handle())
-        return state.st_size, state.st_mtime_ns
-
-    def _check_unchanged(self) -> None:
-        if self._read_state() != self._state:
-            raise RunError(f"{self._path} was changed or cut short while in use")
 
 
 class Content(NamedTuple):
@@ -309,7 +128,7 @@ def read_content(file: h5py.File, how: External) -> Content:
         images = find_dataset(file, how.images.replace("{split}", name))
         labels = find_dataset(file, how.labels.replace("{split}", name))
         content = content._replace(layout=choose_layout(images, content.layout))
-        stored = locate(images, content.sizes)
+        stored = locate_dataset(images, content.sizes)
         values = read_labels(labels, len(images))
         path = os.path.abspath(os.fsdecode(images.file.filename))
         content.infos[split] = SplitInfo(path, len(images), stored, values)
@@ -393,7 +212,7 @@ def reshaped(data: h5py.Dataset, how: str) -> str:
 
 def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
     """Read all labels, (N,) int64, or strings. Raises Unusable."""
-    locate(data, {})
+    locate_dataset(data, {})
     name = f"the labels {data.name}"
     if h5py.check_string_dtype(data.dtype):
         return read_names(data, samples)

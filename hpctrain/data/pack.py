@@ -32,12 +32,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpctrain.data.scale import BYTES, FULL, Scale
+from hpctrain.data.stored import Stored
 from hpctrain.text import counted, listed, printable
 
 if TYPE_CHECKING:
     import h5py
 
-FORMAT, VERSION = "hpctrain-pack", 3
+FORMAT = "hpctrain-pack"
+VERSION = 3
 ALIASES = {  # common names of splits
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -53,20 +55,6 @@ LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) 
     "NCWH": (0, 3, 2, 1),  # (H, W, C, N) and (H, W, N) in MATLAB, which is column-major
     "NWH": (0, 2, 1),
 }
-
-
-class Stored(NamedTuple):
-    """An array (N, ...) in an HDF5 file."""
-
-    dataset: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0  # of its first byte; 0: chunked, compact, virtual or external storage
-    chunk_rows: int = 0  # of a chunk; 0 = there are none
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
 
 
 class SplitInfo(NamedTuple):
@@ -124,13 +112,16 @@ class Pack:
         are taken as they are.
         """
         is_float = self.scale.dtype not in FULL
-        as_stored = self.scale.is_bytes or (is_float and self.scale.divisor == 1)
-        return 0.0 if as_stored else self.scale.divisor
+        if self.scale.is_bytes or (is_float and self.scale.divisor == 1):
+            return 0.0
+        return self.scale.divisor
 
     @property
     def dtype(self) -> np.dtype:
         """Type of the images that are read: as stored, or float32 if values are divided."""
-        return np.dtype("float32" if self.divisor else self.splits["train"].images.dtype)
+        if self.divisor:
+            return np.dtype("float32")
+        return np.dtype(self.splits["train"].images.dtype)
 
     @property
     def image_bytes(self) -> int:
@@ -139,7 +130,8 @@ class Pack:
 
 def ordered(names: Iterable[str]) -> list[str]:
     """Return split names in order of use: train, validation, test, then others by name."""
-    return sorted(names, key=lambda name: (SPLITS.index(name) if name in SPLITS else 3, name))
+    places = {name: place for place, name in enumerate(SPLITS)}
+    return sorted(names, key=lambda name: (places.get(name, len(SPLITS)), name))
 
 
 def checksum(image: bytes | memoryview, label: int) -> int:
@@ -166,64 +158,68 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     Raises UsageError if the file is missing, not a pack, truncated, corrupt, incomplete or of
     another format.
     """
-    from hpctrain.data.external import Unusable, find_dataset, locate, open_hdf5  # imports h5py
+    from hpctrain.data.hdf5 import Unusable, locate_dataset, open_hdf5  # imports h5py
 
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
         if file.attrs.get("format") != FORMAT.encode():
-            hint = "make one with hp.write_pack, or train on it with --images and --labels"
-            raise Unusable(f"it is not a pack: {hint}; it holds {listed(file)}")
-        if (version := int(file.attrs["version"])) != VERSION:
+            raise Unusable(
+                "it is not a pack: make one with hp.write_pack, or train on it with --images and"
+                f" --labels; it holds {listed(file)}"
+            )
+        version = int(file.attrs["version"])
+        if version != VERSION:
             raise Unusable(f"its format version is {version}, not {VERSION}: pack again")
-        facts, names = read_facts(file), ordered(name for name in file if name != "identity")
+        facts = read_facts(file)
+        names = ordered(name for name in file if name != "identity")
         identity = bytes(file["identity"][:]).decode()
         if make_uuid(facts, {name: file[f"{name}/crc32"] for name in names}) != identity:
-            reason = "its attributes or checksums are not those of its identity"
-            raise Unusable(f"it is corrupt: {reason}; copy or pack it again")
-        shape = tuple(facts["image_shape"])
+            raise Unusable(
+                "it is corrupt: its attributes or checksums are not those of its identity; copy or"
+                " pack it again"
+            )
         return Pack(
-            path,
-            identity,
-            shape,
-            tuple(printable(name, newlines=False) for name in facts["classes"]),
-            {name: _read_split(path, file[name], shape, bool(facts["fit"])) for name in names},
-            {path: os.path.getsize(path)},
-            tuple(facts["mean"]),
-            tuple(facts["std"]),
-            facts["provenance"],
-            locate(find_dataset(file, "identity"), {}),
-            facts["fit"],
+            path=path,
+            uuid=identity,
+            image_shape=tuple(facts["image_shape"]),
+            classes=tuple(printable(name, newlines=False) for name in facts["classes"]),
+            splits={name: _read_split(path, file[name], facts) for name in names},
+            sizes={path: os.path.getsize(path)},
+            mean=tuple(facts["mean"]),
+            std=tuple(facts["std"]),
+            provenance=facts["provenance"],
+            identity=locate_dataset(file["identity"], {}),
+            fit=facts["fit"],
         )
 
 
-def _read_split(
-    path: str, group: h5py.Group, shape: tuple[int, ...], is_encoded: bool
-) -> SplitInfo:
+def _read_split(path: str, group: h5py.Group, facts: Mapping[str, Any]) -> SplitInfo:
     """Read where the datasets of a split are stored. Raises Unusable."""
-    from hpctrain.data.external import Unusable, find_dataset, locate
+    from hpctrain.data.hdf5 import locate_in_one_piece
 
-    def place(name: str, dtype: str, *shape: int) -> Stored:
-        """Return a dataset in one piece, of this type and shape; by default of any length."""
-        found = locate(find_dataset(group, name), {})
-        shape = shape or found.shape[:1]
-        if (np.dtype(found.dtype), found.shape) != (np.dtype(dtype), shape):
-            raise Unusable(f"{found.dataset} is {found.dtype} {found.shape}, not {dtype} {shape}")
-        if not found.offset:
-            raise Unusable(f"{found.dataset} is not stored in one piece, as in a pack")
-        return found
-
-    labels = place("labels", "<i4")
-    rows, is_named = labels.shape[0], "names" in group
-    return SplitInfo(
-        path,
-        rows,
-        place("bytes", "u1") if is_encoded else place("images", "u1", rows, *shape),
-        labels,
-        place("crc32", "<u4", rows),
-        place("offsets", "<i8", rows + 1) if is_encoded else None,
-        place("names", "u1") if is_named else None,
-        place("name_offsets", "<i8", rows + 1) if is_named else None,
+    labels = locate_in_one_piece(group, "labels", "<i4")
+    samples = labels.shape[0]
+    if facts["fit"]:
+        images = locate_in_one_piece(group, "bytes", "u1")
+    else:
+        images = locate_in_one_piece(group, "images", "u1", (samples, *facts["image_shape"]))
+    split = SplitInfo(
+        path=path,
+        samples=samples,
+        images=images,
+        labels=labels,
+        crc32=locate_in_one_piece(group, "crc32", "<u4", (samples,)),
     )
+    if facts["fit"]:
+        split = split._replace(
+            offsets=locate_in_one_piece(group, "offsets", "<i8", (samples + 1,)),
+        )
+    if "names" in group:
+        split = split._replace(
+            names=locate_in_one_piece(group, "names", "u1"),
+            name_offsets=locate_in_one_piece(group, "name_offsets", "<i8", (samples + 1,)),
+        )
+    return split
 
 
 def read_facts(file: h5py.File) -> dict[str, Any]:

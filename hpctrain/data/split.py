@@ -4,36 +4,31 @@
     pack of pixels                   raw     offset + i * image bytes
     pack of JPEG files               jpeg    bytes offsets[i] to offsets[i + 1]
     external HDF5 file, contiguous   raw     offset + rows[i] * image bytes
-    external HDF5 file, otherwise    h5py    row rows[i] (``external.py``)
+    external HDF5 file, otherwise    h5py    row rows[i] (``hdf5.py``)
 
-A contiguous dataset is read by preadv(2), without HDF5: this holds neither the library's lock nor
-the interpreter's, takes 1 to 2 microseconds per sample instead of 30, and reports a truncated file
-as an error instead of a signal, unlike a memory map.
+What has an offset is read without HDF5 (``stored.py``).
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from hpctrain.data.pack import LAYOUTS, Pack, Stored, checksum
+from hpctrain.data.pack import LAYOUTS, Pack, checksum
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import divide
+from hpctrain.data.stored import File, OffsetRows, RowReader, Stored, as_bytes
 from hpctrain.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from hpctrain.data.external import Rows
     from hpctrain.data.images import Crop
 
-READ_AHEAD = 128 << 10  # bytes of one request; Linux may read only so much of a longer one
 MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
 PIECE_ROWS = 1 << 20  # labels that are read at a time from a whole split
 PROBED = 16  # images of an external file by which it is recognised
@@ -45,73 +40,11 @@ NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of
 Bad = dict[int, str]  # samples that cannot be used, and why
 
 
-def as_bytes(array: np.ndarray) -> memoryview:
-    """Return a writable view of the memory of a C-contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
+class HeldNumbers(NamedTuple):
+    """Labels, checksums and offsets that are kept in memory, by the names in `SplitInfo`."""
 
-
-class File:
-    """A file that is read at offsets. Reading is thread-safe."""
-
-    def __init__(self, path: str, size: int) -> None:
-        """Open the file. Raises UsageError if it cannot be opened or is not `size` bytes long."""
-        self.path, self._descriptor = path, -1
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
-        if (there := os.fstat(self._descriptor).st_size) != size:
-            self.close()
-            sizes = f"{there:,} bytes here, but {size:,} when it was checked"
-            raise UsageError(f"{path} has {sizes}: give every rank the same finished file")
-
-    def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes from `offset` on. Raises RunError."""
-        while True:
-            try:
-                count = os.preadv(self._descriptor, (buffer,), offset)
-            except OSError as error:
-                reason = f"reading at byte {offset:,} failed: {error.strerror}"
-                raise RunError(f"{self.path}: {reason}") from None
-            if count == len(buffer):
-                return
-            if count == 0:
-                raise RunError(f"{self.path} was cut short while in use: no byte {offset:,}")
-            buffer, offset = buffer[count:], offset + count
-
-    def gather(
-        self, offset: int, indices: np.ndarray, out: memoryview, ahead: bool = False
-    ) -> None:
-        """Read rows `indices` (n,) of the array at byte `offset` into n equal parts of `out`.
-
-        Rows are read in file order; a run of consecutive ones by one preadv. With `ahead`, the
-        kernel is asked for all of them first. Raises RunError.
-        """
-        if len(indices) == 0:
-            return
-        size = len(out) // len(indices)
-        order = np.argsort(indices, kind="stable")
-        rows = indices[order]
-        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(order) != 1)) + 1
-        bounds = np.concatenate([[0], cuts, [len(rows)]])
-        first, lengths = bounds[:-1], (np.diff(bounds) * size).tolist()
-        places, starts = (order[first] * size).tolist(), (offset + rows[first] * size).tolist()
-        for start, length in zip(starts, lengths, strict=True) if ahead else ():
-            self.read_ahead(start, length)
-        for place, start, length in zip(places, starts, lengths, strict=True):
-            self.read(out[place : place + length], start)
-
-    def read_ahead(self, offset: int, size: int) -> None:
-        """Ask the kernel for bytes that are read soon, without waiting for them."""
-        with suppress(OSError):  # of a file system that cannot do it
-            for start in range(offset, offset + size, READ_AHEAD):
-                part = min(READ_AHEAD, offset + size - start)
-                os.posix_fadvise(self._descriptor, start, part, os.POSIX_FADV_WILLNEED)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    samples: range
+    arrays: dict[str, np.ndarray]  # (n,) each; of offsets, (n + 1,)
 
 
 class Split:
@@ -132,33 +65,38 @@ class Split:
         if name not in pack.splits:
             raise UsageError(f"{pack.path} has no split {name!r}; it has {', '.join(pack.splits)}")
         info = pack.splits[name]
-        self.pack, self.name = pack, name
+        self.pack = pack
+        self.name = name
         self.info = info if verify else info._replace(crc32=None)
-        self.image_shape, self.dtype = pack.image_shape, pack.dtype
+        self.image_shape = pack.image_shape
+        self.dtype = pack.dtype
         self.threads = threads
         self._threads: ThreadPoolExecutor | None = None  # that decode
-        self._rows: Rows | None = None
-        # Samples whose numbers are in memory, and these: one attribute, for other threads.
-        self._held: tuple[range, dict[str, np.ndarray]] = range(0), {}
-        self._ahead = False  # whether `gather` asks the kernel for images before it reads them
+        self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
+        self._is_read_ahead = False  # whether `gather` asks the kernel for images before it reads
         self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
         self._file = File(info.path, pack.sizes[info.path])
+        self._images: RowReader = OffsetRows(self._file, info.images)
         try:
             if info.offsets:
-                from hpctrain.data.images import Fit, decode_threads  # imports Pillow
-
-                warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-                height, width, channels = self.image_shape
-                self._fit = Fit(width, height, channels, crop=pack.fit == "crop")
-                self._threads = decode_threads(threads)
+                self._start_decoder()
             elif not info.images.offset:
-                from hpctrain.data.external import Rows  # imports h5py
+                from hpctrain.data.hdf5 import Hdf5Rows  # imports h5py
 
-                self._rows = Rows(info.path, info.images, pack.sizes)
+                self._images = Hdf5Rows(info.path, info.images, pack.sizes)
             self._check_identity()
         except BaseException:
             self.close()
             raise
+
+    def _start_decoder(self) -> None:
+        """Start the threads that decode JPEG files."""
+        from hpctrain.data.images import Fit, decode_threads  # imports Pillow
+
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
+        height, width, channels = self.image_shape
+        self._fit = Fit(width, height, channels, crop=self.pack.fit == "crop")
+        self._threads = decode_threads(self.threads)
 
     def gather(
         self,
@@ -173,24 +111,46 @@ class Split:
         finite is described in `bad`, or raises RunError without it, as a truncated file does.
         """
         self._check_indices(indices)
-        wanted, found = (self.dtype, (len(indices), *self.image_shape)), Bad()
-        if (out.dtype, out.shape) != wanted or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}, not C-contiguous {wanted}")
+        shape = (len(indices), *self.image_shape)
+        if out.dtype != self.dtype or out.shape != shape or not out.flags.c_contiguous:
+            raise ValueError(
+                f"out is {out.dtype} {out.shape}, not C-contiguous {(self.dtype, shape)}"
+            )
         if self._threads:
-            order = np.argsort(indices, kind="stable")  # file order
-            parts = np.split(order, range(TASK_FILES, len(order), TASK_FILES))
-            decoded = self._threads.map(lambda part: self._decode(indices, part, out, crops), parts)
-            for bad_files in decoded:
-                found |= bad_files
+            unusable = self._gather_files(self._threads, indices, out, crops)
         else:
-            rows = indices if self.info.rows is None else self.info.rows[indices].astype(np.int64)
-            self._read_images(rows, out, self._ahead and not self._seen[indices].all())
-            self._compare(indices, out, found)
-            if self.dtype.kind == "f":
-                finite = np.isfinite(out).all(axis=(1, 2, 3))
-                found |= dict.fromkeys(indices[~finite].tolist(), NOT_FINITE)
-        self._report(found, bad)
+            unusable = self._gather_rows(indices, out)
+        self._report(unusable, bad)
         return out
+
+    def _gather_files(
+        self,
+        threads: ThreadPoolExecutor,
+        indices: np.ndarray,
+        out: np.ndarray,
+        crops: Sequence[Crop] | None,
+    ) -> Bad:
+        """Implement `gather` for JPEG files; return those that cannot be used."""
+        order = np.argsort(indices, kind="stable")  # file order
+        parts = np.split(order, range(TASK_FILES, len(order), TASK_FILES))
+        unusable = Bad()
+        for bad_files in threads.map(lambda part: self._decode(indices, part, out, crops), parts):
+            unusable |= bad_files
+        return unusable
+
+    def _gather_rows(self, indices: np.ndarray, out: np.ndarray) -> Bad:
+        """Implement `gather` for pixels; return the samples that cannot be used."""
+        rows = indices
+        if self.info.rows is not None:
+            rows = self.info.rows[indices].astype(np.int64)
+        if self._is_read_ahead and not self._seen[indices].all():
+            self._images.read_ahead(rows)
+        self._read_images(rows, out)
+        unusable = self._compare(indices, out)
+        if self.dtype.kind == "f":
+            finite = np.isfinite(out).all(axis=(1, 2, 3))
+            unusable |= dict.fromkeys(indices[~finite].tolist(), NOT_FINITE)
+        return unusable
 
     @cached_property
     def labels(self) -> np.ndarray:
@@ -204,20 +164,26 @@ class Split:
         raises RunError.
         """
         self._check_indices(indices)
-        labels, classes = self._take("labels", indices).astype(np.int64), len(self.pack.classes)
+        labels = self._read_numbers("labels", indices).astype(np.int64)
+        classes = len(self.pack.classes)
         wrong = (labels < 0) | (labels >= classes)
         if wrong.any():
-            why = f"is corrupt: its label is {{}}, and there are {classes} classes"
-            pairs = zip(indices[wrong].tolist(), labels[wrong].tolist(), strict=True)
-            self._report({index: why.format(label) for index, label in pairs}, bad)
+            unusable = Bad()
+            for index, label in zip(indices[wrong].tolist(), labels[wrong].tolist(), strict=True):
+                unusable[index] = (
+                    f"is corrupt: its label is {label}, and there are {classes} classes"
+                )
+            self._report(unusable, bad)
             labels[wrong] = 0  # on a GPU, a target that is not a class ends the process
         return labels
 
     def count_classes(self) -> np.ndarray:
         """Return the number of samples of each class, (K,) int64. Reads all labels, in parts."""
         classes = len(self.pack.classes)
-        parts = (np.bincount(self.read_labels(p), minlength=classes) for p in pieces(len(self)))
-        return sum(parts, np.zeros(classes, np.int64))
+        counts = np.zeros(classes, np.int64)
+        for piece in pieces(len(self)):
+            counts += np.bincount(self.read_labels(piece), minlength=classes)
+        return counts
 
     def hold(self, samples: range) -> None:
         """Keep the labels, checksums and offsets of `samples` in memory; others are read on demand.
@@ -225,42 +191,54 @@ class Split:
         The kernel is asked to read their images, too: at once if they take 1 GiB at most, else
         those of every call of `gather` when they are first read.
         """
-        if samples == self._held[0]:
+        if samples == self._held.samples:
             return
-        images, size = self.info.images, len(samples) * self.info.images.row_bytes
+        images = self.info.images
         if images.offset and not self.info.offsets:
-            self._ahead = size > MOST_AHEAD or self.info.rows is not None
-            if not self._ahead:
-                self._file.read_ahead(images.offset + samples.start * images.row_bytes, size)
-        held: dict[str, np.ndarray] = {}
-        for name in ("labels", "crc32", "offsets"):
-            if isinstance(stored := getattr(self.info, name), Stored):
-                held[name] = np.empty(len(samples) + (name == "offsets"), stored.dtype)
-                offset = stored.offset + samples.start * stored.row_bytes
-                self._file.read(as_bytes(held[name]), offset)
-        self._held = samples, held
+            place = images.byte_range(samples.start, samples.stop)
+            self._is_read_ahead = len(place) > MOST_AHEAD or self.info.rows is not None
+            if not self._is_read_ahead:
+                self._file.read_ahead(place.start, len(place))
+        stops = {
+            "labels": samples.stop,
+            "crc32": samples.stop,
+            "offsets": samples.stop + 1,
+        }
+        arrays: dict[str, np.ndarray] = {}
+        for name, stop in stops.items():
+            stored = getattr(self.info, name)
+            if isinstance(stored, Stored):
+                place = stored.byte_range(samples.start, stop)
+                arrays[name] = np.empty(stop - samples.start, stored.dtype)
+                self._file.read(as_bytes(arrays[name]), place.start)
+        self._held = HeldNumbers(samples, arrays)
 
-    def _take(self, name: str, indices: np.ndarray) -> np.ndarray:
+    def _read_numbers(self, name: str, indices: np.ndarray) -> np.ndarray:
         """Return the labels, checksums or offsets of these samples, (n,). Raises RunError."""
-        (samples, held), stored = self._held, getattr(self.info, name)
+        stored = getattr(self.info, name)
         if isinstance(stored, np.ndarray):
             return stored[indices]
-        places = indices - samples.start
-        if name in held and 0 <= places.min(initial=0) <= places.max(initial=0) < len(held[name]):
-            return held[name][places]
+        samples, arrays = self._held
+        if name in arrays:
+            places = indices - samples.start
+            if 0 <= places.min(initial=0) <= places.max(initial=0) < len(arrays[name]):
+                return arrays[name][places]
         numbers = np.empty(len(indices), stored.dtype)
-        self._file.gather(stored.offset, indices, as_bytes(numbers))
+        OffsetRows(self._file, stored).read(indices, numbers)
         return numbers
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of a sample as it is stored: of a JPEG file, the mean."""
         images = self.info.images
-        return -(-images.shape[0] // len(self)) if self.info.offsets else images.row_bytes
+        if self.info.offsets:
+            return -(-images.shape[0] // len(self))
+        return images.row_bytes
 
     def byte_range(self, samples: range) -> range:
         """Return where these JPEG files, n > 0, lie among the bytes of the split."""
-        return range(*self._take("offsets", np.array([samples.start, samples.stop])).tolist())
+        bounds = np.array([samples.start, samples.stop])
+        return range(*self._read_numbers("offsets", bounds).tolist())
 
     def source_of(self, index: int) -> str:
         """Return where a sample came from: the name of a packed file relative to its source, a
@@ -268,9 +246,10 @@ class Split:
         """
         if self.info.rows is not None:
             return f"{self.info.images.dataset}[{self.info.rows[index]}]"
-        if (names := self.info.names) is None:
+        names = self.info.names
+        if names is None:
             return ""
-        bounds = self._take("name_offsets", np.array([index, index + 1]))
+        bounds = self._read_numbers("name_offsets", np.array([index, index + 1]))
         start, stop = bounds.clip(0, names.shape[0]).tolist()  # no checksum covers them
         data = bytearray(max(0, stop - start))
         self._file.read(memoryview(data), names.offset + start)
@@ -280,8 +259,7 @@ class Split:
         """Close the file and end the threads."""
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
-        if self._rows:
-            self._rows.close()
+        self._images.close()
         self._file.close()
 
     def __len__(self) -> int:
@@ -303,52 +281,56 @@ class Split:
 
     def _check_identity(self) -> None:
         """Raise UsageError if the file is not the one that was opened before."""
-        same, stored = True, self.pack.identity
-        if stored:
-            there = bytearray(stored.shape[0])
-            self._file.read(memoryview(there), stored.offset)
-            same = there == self.pack.uuid.encode()
+        identity = self.pack.identity
+        is_same = True
+        if identity:
+            uuid = bytearray(identity.shape[0])
+            self._file.read(memoryview(uuid), identity.offset)
+            is_same = uuid == self.pack.uuid.encode()
         elif self.info.probe is not None:
-            same = zlib.crc32(as_bytes(self.read_probe()[1])) == self.info.probe
-        if not same:
-            reason = f"replaced or overwritten since it was checked (uuid {self.pack.uuid})"
-            raise UsageError(f"{self.info.path} was {reason}{': remove it' * self.pack.staged}")
+            _, images = self.read_probe()
+            is_same = zlib.crc32(as_bytes(images)) == self.info.probe
+        if not is_same:
+            raise UsageError(
+                f"{self.info.path} was replaced or overwritten since it was checked"
+                f" (uuid {self.pack.uuid}){': remove it' if self.pack.staged else ''}"
+            )
 
     def _check_indices(self, indices: np.ndarray) -> None:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of only {len(self)}")
 
-    def _report(self, found: Bad, bad: Bad | None) -> None:
-        """Describe the samples `found` in `bad`, or raise RunError without it."""
+    def _report(self, unusable: Bad, bad: Bad | None) -> None:
+        """Describe samples in `bad`, or raise RunError without it."""
         described = Bad()
-        for index, why in found.items():
-            source = f" ({name})" if (name := self.source_of(index)) else ""
-            sample = f"{self.info.path}: sample {index} of split {self.name!r}{source}"
+        for index, why in unusable.items():
+            sample = f"{self.info.path}: sample {index} of split {self.name!r}"
+            source = self.source_of(index)
+            if source:
+                sample += f" ({source})"
             described[index] = f"{sample} {why}"
         if bad is not None:
             bad |= described
         elif text := describe_first([described]):
             raise RunError(text)
 
-    def _read_images(self, rows: np.ndarray, out: np.ndarray, ahead: bool = False) -> None:
+    def _read_images(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Read images (n, H, W, C): rearranged and divided, if they are not stored as such."""
-        pack, stored = self.pack, self.info.images
-        is_plain = pack.layout in ("NHWC", "NHW") and not pack.divisor
-        step = max(1, len(rows) if is_plain else READ_BYTES // stored.row_bytes)
+        pack = self.pack
+        stored = self.info.images
+        if pack.layout in ("NHWC", "NHW") and not pack.divisor:
+            self._images.read(rows, out.reshape(len(rows), *stored.shape[1:]))
+            return
+        step = max(1, READ_BYTES // stored.row_bytes)
         for first in range(0, len(rows), step):
-            part, images = rows[first : first + step], out[first : first + step]
-            shape = (len(part), *stored.shape[1:])
-            values = images.reshape(shape) if is_plain else np.empty(shape, stored.dtype)
-            if self._rows:
-                self._rows.read(part, values)
-            else:
-                self._file.gather(stored.offset, part, as_bytes(values), ahead)
-            if not is_plain:
-                values = values.transpose(LAYOUTS[pack.layout]).reshape(images.shape)
-                if pack.divisor:  # with 255, values become what bytes of a pack become
-                    with np.errstate(over="ignore", invalid="ignore"):  # `gather` reports these
-                        values = divide(values, pack.divisor)
-                images[...] = values
+            part = rows[first : first + step]
+            values = np.empty((len(part), *stored.shape[1:]), stored.dtype)
+            self._images.read(part, values)
+            values = values.transpose(LAYOUTS[pack.layout]).reshape(len(part), *self.image_shape)
+            if pack.divisor:  # with 255, values become what bytes of a pack become
+                with np.errstate(over="ignore", invalid="ignore"):  # `gather` reports these
+                    values = divide(values, pack.divisor)
+            out[first : first + step] = values
 
     def _decode(
         self, indices: np.ndarray, part: np.ndarray, out: np.ndarray, crops: Sequence[Crop] | None
@@ -356,46 +338,66 @@ class Split:
         """Read and decode the JPEG files `indices[part]`, or a crop of each, to `out[part]`."""
         from hpctrain.data.images import BadImage, decode_jpeg
 
-        stored, files, bad, indices = self.info.images, list[memoryview](), Bad(), indices[part]
-        ends = zip(*(self._take("offsets", indices + n).tolist() for n in (0, 1)), strict=True)
-        for start, stop in ends:
-            is_within = 0 <= start < stop <= stored.shape[0]
-            files.append(memoryview(bytearray(stop - start if is_within else 0)))  # empty: corrupt
-            self._file.read(files[-1], stored.offset + start * is_within)
-        self._compare(indices, files, bad)
-        for place, number, file in zip(part.tolist(), indices.tolist(), files, strict=True):
-            if number not in bad:
-                try:
-                    pixels = decode_jpeg(file, self._fit, crops[place] if crops else None)
-                    out[place] = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
-                except BadImage as error:
-                    bad[number] = f"cannot be decoded ({error})"
-        return bad
+        indices = indices[part]
+        starts = self._read_numbers("offsets", indices).tolist()
+        stops = self._read_numbers("offsets", indices + 1).tolist()
+        files = [*map(self._read_file, starts, stops)]
+        unusable = self._compare(indices, files)
+        for place, index, file in zip(part.tolist(), indices.tolist(), files, strict=True):
+            if index in unusable:
+                continue
+            crop = crops[place] if crops else None
+            try:
+                pixels = decode_jpeg(file, self._fit, crop)
+                out[place] = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
+            except BadImage as error:
+                unusable[index] = f"cannot be decoded ({error})"
+        return unusable
 
-    def _compare(self, indices: np.ndarray, images: Sequence[Any] | np.ndarray, bad: Bad) -> None:
-        """Compare the checksums of `indices` (n,) that are read for the first time, as `images`."""
-        if (seen := self._seen[indices]).all():
-            return
+    def _read_file(self, start: int, stop: int) -> memoryview:
+        """Return bytes `start` to `stop` of the JPEG files; none if these offsets are corrupt."""
+        stored = self.info.images
+        if not 0 <= start < stop <= stored.shape[0]:
+            return memoryview(b"")
+        file = memoryview(bytearray(stop - start))
+        self._file.read(file, stored.offset + start)
+        return file
+
+    def _compare(self, indices: np.ndarray, images: Sequence[Any] | np.ndarray) -> Bad:
+        """Return which of the samples (n,) that are read for the first time have other checksums.
+
+        `images` (n,): their bytes, as stored.
+        """
+        seen = self._seen[indices]
+        if seen.all():
+            return Bad()
         new = indices[~seen]
         agrees = np.ones(len(new), bool)
         if self.info.crc32:
             if seen.any():
                 images = [images[place] for place in np.flatnonzero(~seen).tolist()]
-            found = [*map(checksum, images, self._take("labels", new).tolist())]
-            agrees = np.array(found, np.uint32) == self._take("crc32", new)
-            why = CORRUPT_COPY if self.pack.staged else CORRUPT
-            bad |= dict.fromkeys(new[~agrees].tolist(), why)
+            labels = self._read_numbers("labels", new).tolist()
+            checksums = [*map(checksum, images, labels)]
+            agrees = np.array(checksums, np.uint32) == self._read_numbers("crc32", new)
         self._seen[new[agrees]] = True
+        why = CORRUPT_COPY if self.pack.staged else CORRUPT
+        return dict.fromkeys(new[~agrees].tolist(), why)
 
 
-def describe_first(found: Iterable[Bad]) -> str | None:
-    """Describe in one sentence the samples that cannot be used, found by all ranks; None = none."""
-    texts = {index: text for each in found for index, text in each.items()}
+def describe_first(all_bad: Iterable[Bad]) -> str | None:
+    """Describe in one sentence the samples that cannot be used, on all ranks; None = none."""
+    texts = Bad()
+    for bad in all_bad:
+        texts |= bad
     if not texts:
         return None
-    first, count = texts[min(texts)], f" ({len(texts)} such images)" if len(texts) > 1 else ""
-    hint = "; 'hpctrain pack --check' lists all that are" if first.endswith(CORRUPT) else ""
-    return first + count + hint
+    sentence = texts[min(texts)]
+    is_corrupt = sentence.endswith(CORRUPT)
+    if len(texts) > 1:
+        sentence += f" ({len(texts)} such images)"
+    if is_corrupt:
+        sentence += "; 'hpctrain pack --check' lists all that are"
+    return sentence
 
 
 def pieces(samples: int, size: int = PIECE_ROWS) -> Iterator[np.ndarray]:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
+from hpctrain.data.hdf5 import Unusable, locate_dataset
 from hpctrain.data.pack import (
     FORMAT,
     MOST_CHANNELS,
@@ -286,10 +287,8 @@ def _check_images(name: str, images: Any) -> tuple[int, ...]:
     if len(shape) == 4 and shape[1] <= MOST_CHANNELS < shape[3] and shape[1] != shape[2]:
         raise UsageError(f"{what}, which is (N, C, H, W): give images.transpose(0, 2, 3, 1)")
     if isinstance(images, h5py.Dataset) and os.path.isfile(images.file.filename):
-        from hpctrain.data.external import Unusable, locate
-
         try:
-            locate(images, {})  # HDF5 reads what was never written as zeros
+            locate_dataset(images, {})  # HDF5 reads what was never written as zeros
         except Unusable as error:
             raise UsageError(f"{name}: {error}") from None
     return shape

@@ -14,8 +14,9 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from hpctrain.data.pack import Pack, Stored
-from hpctrain.data.split import File, Split
+from hpctrain.data.pack import Pack
+from hpctrain.data.split import Split
+from hpctrain.data.stored import File, Stored
 from hpctrain.errors import UsageError
 from hpctrain.files import check_room, remove_left_behind, whole_file, write_at, writing
 from hpctrain.parallel.mpi import Comm, agreed, allgather, comm_of_host, on_all, on_root
@@ -75,18 +76,20 @@ def parts_to_copy(source: Split, samples: range) -> list[range]:
     """Return the bytes of the pack to copy, for these samples of train."""
     pack = source.pack
     assert pack.identity
-    parts: list[tuple[Stored, range]] = [(pack.identity, range(pack.identity.shape[0]))]
+    parts = [pack.identity.byte_range(0, pack.identity.shape[0])]
     for name, info in pack.splits.items():
-        own = rows = samples if name == "train" else range(info.samples)
+        copied = samples if name == "train" else range(info.samples)
+        rows = copied
         if info.offsets:
-            parts.append((info.offsets, range(own.start, own.stop + 1)))
-            rows = source.byte_range(own) if name == "train" else range(info.images.shape[0])
-        parts.append((info.images, rows))
-        parts += [(each, own) for each in (info.labels, info.crc32) if isinstance(each, Stored)]
-    return [
-        range(*(stored.offset + row * stored.row_bytes for row in (rows.start, rows.stop)))
-        for stored, rows in parts
-    ]
+            parts.append(info.offsets.byte_range(copied.start, copied.stop + 1))
+            rows = range(info.images.shape[0])
+            if name == "train":
+                rows = source.byte_range(copied)
+        parts.append(info.images.byte_range(rows.start, rows.stop))
+        for stored in (info.labels, info.crc32):
+            if isinstance(stored, Stored):
+                parts.append(stored.byte_range(copied.start, copied.stop))
+    return parts
 
 
 def copy(pack: Pack, target: str, share: Iterable[range]) -> None:
