@@ -5,6 +5,7 @@ import re
 import sys
 
 import hpctrain
+from tests.support.circles import circles
 from tests.support.launch import ROOT, run
 from tests.support.names import all_names
 
@@ -18,6 +19,11 @@ OTHERS = """
     --no-kill --open-mode --requeue --signal --time --update
 """
 PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w.-]))")
+#: Circles of imports that are left, without "hpctrain.": none may be added.
+CIRCLES = """
+    inference.network inference.trained
+    report.display report.history report.record report.tensorboard
+"""
 #: Names of the package's inside that tests know, and test files that sleep: at most.
 MOST_NAMES, MOST_SLEEPERS = 85, 7
 
@@ -29,6 +35,22 @@ def test_importing_starts_nothing():
     done = run([sys.executable, "-c", code])
     assert (done.stdout, done.stderr) == ("set() True set()\n", "")
     assert all(getattr(hpctrain, name) for name in hpctrain.__all__)
+
+
+def test_no_imports_go_in_a_circle(tmp_path):
+    """Those in functions and under TYPE_CHECKING included."""
+    left = [[f"hpctrain.{name}" for name in line.split()] for line in CIRCLES.split("\n")]
+    assert circles() == [circle for circle in left if circle]
+    texts = {
+        "a": "from hpctrain import b",
+        "b": "def f():\n    from hpctrain.c import x",
+        "c": "import hpctrain.a",
+        "d": "import hpctrain.a",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    files = {f"hpctrain.{name}": tmp_path / name for name in texts}
+    assert circles(files) == [["hpctrain.a", "hpctrain.b", "hpctrain.c"]]
 
 
 def test_the_page_of_settings_is_that_of_their_classes():
