@@ -22,7 +22,6 @@ PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w
 #: Circles of imports that are left, without "hpctrain.": none may be added.
 CIRCLES = """
     inference.network inference.trained
-    report.display report.history report.record report.tensorboard
 """
 #: Names of the package's inside that tests know, and test files that sleep: at most.
 MOST_NAMES, MOST_SLEEPERS = 85, 7

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hpctrain.outcome import Status
 from hpctrain.report.console import make_console, output_width, styled
-from hpctrain.report.step_stats import shares_text
+from hpctrain.report.step_stats import seconds_left, shares_text
 from hpctrain.text import (
     check_output,
     counted,
@@ -155,8 +155,9 @@ class Display:
         """Estimate the time to the end at the pace so far, evaluations included: "0:34 left"."""
         if not self._latest:
             return ""
-        pace = (time.monotonic() - self._start) / (self._latest["step"] - self._before)
-        return f"{duration(max(self._total - self._latest['step'], 0) * pace)} left"
+        step = self._latest["step"]
+        elapsed = time.monotonic() - self._start
+        return f"{duration(seconds_left(elapsed, step - self._before, self._total - step))} left"
 
 
 def header_lines(facts: Record) -> Iterator[str]:

@@ -23,7 +23,7 @@ from hpctrain.heartbeat import HEARTBEATS, find_cause
 from hpctrain.outcome import Outcome, Status
 from hpctrain.report.metrics import UNKNOWN, Metrics, best_of, metrics_of
 from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, is_number
-from hpctrain.report.step_stats import Costs
+from hpctrain.report.step_stats import Costs, seconds_left
 from hpctrain.text import counted
 
 if TYPE_CHECKING:
@@ -322,8 +322,9 @@ class History:
         first, last, steps = self.launch.first_step, self.step, self.total_steps
         if not steps or not first or last["step"] <= first["step"]:
             return None
-        pace = (time_of(last) - time_of(first)) / (last["step"] - first["step"])
-        return max((steps - last["step"]) * pace, 0.0) or None  # clocks may be set back
+        seconds = time_of(last) - time_of(first)
+        done = last["step"] - first["step"]
+        return seconds_left(seconds, done, steps - last["step"]) or None
 
     def costs(self) -> dict[str, Any]:
         """Return how the time of the recent steps is spent; see ``Costs.facts``."""

@@ -22,11 +22,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.fault import fault
@@ -34,10 +34,6 @@ from hpctrain.files import write_whole, writing
 from hpctrain.outcome import Status
 from hpctrain.report.step_stats import Costs
 from hpctrain.text import brief
-
-if TYPE_CHECKING:
-    from hpctrain.report.display import Display
-    from hpctrain.report.tensorboard import EventWriter
 
 FILE_NAME = "progress.jsonl"
 FORMAT = 1
@@ -169,28 +165,33 @@ def fields_marked(kind: str, mark: str) -> list[str]:
     return [name for name, field in FIELDS.get(kind, {}).items() if getattr(field, mark)]
 
 
+class Sink(Protocol):
+    """What records are passed to as they are made, such as a display."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Show a record, or a "phase", which is not recorded."""
+
+    def close(self) -> None:
+        """End what is shown."""
+
+
 class Recorder:
-    """Writes the records of a run to its folder and displays them on standard output.
+    """Writes the records of a run to its folder, and passes them to `sinks`, which it closes.
 
-    Rank 0 passes the folder of the run. All other ranks pass None, and nothing is written or
-    displayed, so that a training loop can call the same methods on every rank.
+    Rank 0 passes the folder of the run. All other ranks pass None, and nothing is written, so that
+    a training loop can call the same methods on every rank.
 
-    `progress` is "bar" (a live bar, even if output is piped), "plain" (a line per epoch), "none",
-    or "auto" (the bar if a terminal shows the output, else plain). `tensorboard` adds an event
-    file, in which steps after `done` are replaced. Methods raise RunError if a line cannot be
-    written (disk full); this happens once, and later lines are dropped. Leaving a ``with`` block
-    by an exception records an end with status "failed".
+    Methods raise RunError if a line cannot be written (disk full); this happens once, and later
+    lines are dropped. Leaving a ``with`` block by an exception records an end with status "failed".
 
     Steps are buffered, so that writing takes at most one part in `COST_RATIO` of the time even if
     it is slow (NFS asks its server every time), but for at most `LONGEST_WAIT`. Records of other
     kinds are written immediately, with the steps before them.
     """
 
-    def __init__(
-        self, folder: Path | None, progress: str = "auto", tensorboard: bool = False, done: int = 0
-    ) -> None:
+    def __init__(self, folder: Path | None, sinks: Sequence[Sink] = ()) -> None:
         self._descriptor = -1  # of the file; -1: nothing is written
-        self._shown: list[Display | EventWriter] = []
+        self._sinks = sinks
         self._buffered: list[dict[str, Any]] = []
         self._due = 0.0  # when steps are written next
         self._started = 0.0  # when the record of kind "run" was written; 0: no launch is running
@@ -198,16 +199,8 @@ class Recorder:
         if folder is None:
             return
         self._path = folder / FILE_NAME
-        if tensorboard:
-            from hpctrain.report.tensorboard import EventWriter
-
-            self._shown.append(EventWriter(folder, done))
         with writing(self._path):
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        if progress != "none":
-            from hpctrain.report.display import Display  # imports rich
-
-            self._shown.insert(0, Display(folder, progress))
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Record the fields of one kind in ``FIELDS`` at this time, and return the record.
@@ -228,8 +221,8 @@ class Recorder:
                 if kind != "step" or time.monotonic() >= self._due:
                     self.flush()
         finally:  # shown even if the disk is full
-            for each in self._shown:
-                each.write(record)
+            for sink in self._sinks:
+                sink.write(record)
         return record
 
     def note(self, text: str) -> None:
@@ -237,9 +230,9 @@ class Recorder:
         self.write("note", text=text)
 
     def phase(self, text: str) -> None:
-        """Show current work other than steps on the live bar only."""
-        for each in self._shown:
-            each.write({"kind": "phase", "text": text})
+        """Show current work other than steps; it is not recorded."""
+        for sink in self._sinks:
+            sink.write({"kind": "phase", "text": text})
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
         """Record how the run ended and how its time was spent."""
@@ -274,11 +267,11 @@ class Recorder:
         self._due = end + min(COST_RATIO * (end - start), LONGEST_WAIT)
 
     def close(self) -> None:
-        """Write and close the file, and close the displays. May be called again."""
+        """Write and close the file, and close the sinks. May be called again."""
         with ExitStack() as stack:  # closes all of them, even if one fails
-            for each in self._shown:
-                stack.callback(each.close)
-            self._shown = []
+            for sink in self._sinks:
+                stack.callback(sink.close)
+            self._sinks = ()
             self.flush(last=True)
 
     def __enter__(self) -> Recorder:

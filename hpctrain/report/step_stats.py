@@ -30,6 +30,16 @@ def shares_text(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value} %" for name, value in found.items())
 
 
+def seconds_left(seconds: float, steps: int, left: int) -> float:
+    """Return the seconds that `left` steps take at the pace of `steps` in `seconds`; at least 0.
+
+    >>> seconds_left(6.0, 3, 10)
+    20.0
+    """
+    pace = seconds / steps
+    return max(left * pace, 0.0)  # clocks may be set back
+
+
 class Costs:
     """Sums of times over the steps of one launch, and advice on what would make them faster."""
 

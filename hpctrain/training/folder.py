@@ -163,7 +163,7 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
     try:
         truncate_record(folder, state.step, state.epoch, state.validated)
         if earlier.crash:
-            with Recorder(folder, "none") as recorder:
+            with Recorder(folder) as recorder:
                 recorder.write("end", **earlier.crash._asdict())
         write_settings(run, folder)
         (folder / HEARTBEATS).mkdir(exist_ok=True)  # a copy may lack it: it is empty after a run

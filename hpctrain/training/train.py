@@ -22,7 +22,7 @@ from hpctrain.outcome import Status
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.plan import check_unchanged, describe_plan
 from hpctrain.report.find import NETWORK_FILE
-from hpctrain.report.record import Recorder
+from hpctrain.report.sinks import open_recorder
 from hpctrain.text import counted, say
 from hpctrain.torch_errors import explain_errors
 from hpctrain.training import folder
@@ -101,7 +101,7 @@ def run_training(
         file = f"traceback-{comm.rank}.txt"  # of each rank: code of the user's own may fail on one
         stack.enter_context(tracebacks_in(run.folder / file))
         stack.enter_context(together(comm))
-        record = Recorder(mine, config.progress, config.tensorboard, first)
+        record = open_recorder(mine, config.progress, config.tensorboard, first)
         run.recorder = stack.enter_context(record)
         run.control = stack.enter_context(Control(mine, deadline, on_evaluation))
         writer = Writer(mine, config.checkpoint_every, config.keep_checkpoints, best)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 import hpctrain as hp
-from tests.support.api import Recorder, train
+from tests.support.api import open_recorder, train
 
 pytestmark = pytest.mark.ranks
 STEPS = 7  # of an epoch
@@ -38,14 +38,15 @@ class CountingComm:
 def test_exactly_one_mpi_call_a_step(comm, settings, monkeypatch, model, per_rank):
     """Whatever the network, and however many shards a rank accumulates."""
     counting, seen = CountingComm(comm), []
-    write = Recorder.write
+    recorder = type(open_recorder(None))
+    write = recorder.write
 
     def count(self, kind, **fields):
         if kind == "step":
             seen.append(counting.calls.copy())
         return write(self, kind, **fields)
 
-    monkeypatch.setattr(Recorder, "write", count)
+    monkeypatch.setattr(recorder, "write", count)
     once = {"epochs": 1, "validate_every": "0", "checkpoint_every": "0", "test": False}
     config = hp.Config(**{**settings, **once, "model": model, "shards": per_rank * comm.size})
     assert train(config, counting).exit_code == 0

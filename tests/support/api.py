@@ -16,10 +16,11 @@ __all__ = ["command_line", "train"]
 from hpctrain import doctor
 from hpctrain.data.partition import assign_shards
 from hpctrain.parallel.reduce import allreduce
-from hpctrain.report.record import FIELDS, Recorder, read_records, truncate_record
+from hpctrain.report.record import FIELDS, read_records, truncate_record
+from hpctrain.report.sinks import open_recorder
 from hpctrain.watch import web
 
-__all__ += ["FIELDS", "Recorder", "allreduce", "assign_shards", "doctor"]
+__all__ += ["FIELDS", "allreduce", "assign_shards", "doctor", "open_recorder"]
 __all__ += ["read_records", "truncate_record", "web"]
 
 # Runs and what ends them: checkpoints, heartbeats, hangs, supervision

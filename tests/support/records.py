@@ -1,7 +1,7 @@
 """Records of runs that were never trained, for whatever reads or shows records.
 
 Lines are made as docs/runs.md describes the file, without the package: `run_line`, `step_line` and
-the others give bytes, `make_run` a run's folder. `tell` gives a Recorder what a training would.
+the others give bytes, `make_run` a run's folder. `tell` gives a recorder what a training would.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from tests.support.api import Recorder
 
 FILE = "progress.jsonl"
 #: Fields without which a record is corrupt, by kind.
@@ -174,7 +172,7 @@ EVALUATION |= {"rows": 23, "seconds": 0.25}
 MADE_UP = {"run": RUN, "step": STEP, "epoch": EPOCH, "evaluation": EVALUATION}
 
 
-def tell(recorder: Recorder, kind: str, **fields: Any) -> None:
+def tell(recorder: Any, kind: str, **fields: Any) -> None:
     """Record this; what is not given is made up."""
     if kind == "end":
         recorder.end(**fields)
@@ -188,11 +186,11 @@ def recording(body: str, folder: Path, progress: str = "none") -> list[str]:
     program = f"""
 from itertools import count
 from pathlib import Path
-from hpctrain.report.record import Recorder  # not tests.support.api: that would import torch
+from hpctrain.report.sinks import open_recorder  # not tests.support.api: that would import torch
 run = {RUN!r}
 def step(number):
     recorder.write('step', **{STEP!r}, step=number, loss=1 / number)
-with Recorder(Path({str(folder)!r}), {progress!r}) as recorder:
+with open_recorder(Path({str(folder)!r}), {progress!r}) as recorder:
 """
     lines = [f"    {each}" for each in body.strip().splitlines()]
     return [sys.executable, "-c", program + "\n".join(lines)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.api import Recorder
+from tests.support.api import open_recorder
 from tests.support.page import watched
 from tests.support.ranks import alone
 from tests.support.records import (
@@ -64,7 +64,7 @@ def test_no_escape_of_a_field_reaches_the_terminal_of_the_training(text, tmp_pat
         with pytest.MonkeyPatch.context() as patch:
             written = TextIOWrapper(BytesIO(), "utf-8", newline="\n")
             patch.setattr(sys, "stdout", written)
-            with Recorder(tmp_path_factory.mktemp("run"), progress) as recorder:
+            with open_recorder(tmp_path_factory.mktemp("run"), progress) as recorder:
                 facts = {"name": text, "model": text, "device": text, "mpi": text, "pack": text}
                 tell(recorder, "run", ranks=2, epochs=1, steps_per_epoch=1, **facts)
                 tell(recorder, "step", step=1)
@@ -85,7 +85,7 @@ def test_no_escape_of_a_field_reaches_the_terminal_of_the_training(text, tmp_pat
 def test_what_an_output_cannot_encode_is_escaped(tmp_path, monkeypatch):
     written = TextIOWrapper(BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", written)
-    with Recorder(tmp_path, "plain") as recorder:
+    with open_recorder(tmp_path, "plain") as recorder:
         tell(recorder, "note", text="caf\u00e9\n\x1b[31m\udcff.jpg")
     written.flush()
     assert written.buffer.getvalue() == b"caf\\xe9\n\\x1b[31m\\udcff.jpg\n"

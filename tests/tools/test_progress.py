@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.api import Recorder, read_records
+from tests.support.api import open_recorder, read_records
 from tests.support.launch import run, run_mpi
 from tests.support.records import recording, tell
 from tests.support.screen import on_terminal, screen
@@ -39,7 +39,7 @@ def tell_two_epochs(recorder, clock, look=lambda: None):
 
 
 def test_plain_is_a_line_per_epoch_and_evaluation(tmp_path, capsys, clock, golden):
-    with Recorder(tmp_path, "plain") as recorder:
+    with open_recorder(tmp_path, "plain") as recorder:
         tell_two_epochs(recorder, clock)
     shown = capsys.readouterr().out
     assert all(len(line) < 80 for line in shown.splitlines()[:-1])
@@ -51,7 +51,7 @@ def test_the_bar_stands_below_the_same_lines_and_goes(
     tmp_path, capsys, monkeypatch, clock, columns
 ):
     monkeypatch.setenv("COLUMNS", str(columns))
-    with Recorder(tmp_path, "plain") as recorder:
+    with open_recorder(tmp_path, "plain") as recorder:
         tell_two_epochs(recorder, clock)
     plain, seen, output = capsys.readouterr().out.splitlines(), [], ""
 
@@ -61,7 +61,7 @@ def test_the_bar_stands_below_the_same_lines_and_goes(
         output += capsys.readouterr().out
         seen[:] = screen(output)
 
-    with Recorder(tmp_path, "bar") as recorder:
+    with open_recorder(tmp_path, "bar") as recorder:
         tell_two_epochs(recorder, clock, look)
     output += capsys.readouterr().out
 
@@ -87,7 +87,7 @@ def test_the_bar_ends_at_100_per_cent_and_names_the_evaluation(
         output += capsys.readouterr().out
         return screen(output)[-2]
 
-    with Recorder(tmp_path, "bar") as recorder:
+    with open_recorder(tmp_path, "bar") as recorder:
         tell(recorder, "run", epochs=1, steps_per_epoch=97, ranks=2)
         for step in range(1, 98):
             tell(recorder, "step", step=step)
@@ -110,7 +110,7 @@ def test_a_slow_terminal_takes_little_of_the_time(tmp_path, monkeypatch, clock):
 
     monkeypatch.setattr(sys, "stdout", slow := Slow())
     begin = clock.now
-    with Recorder(tmp_path, "bar") as recorder:
+    with open_recorder(tmp_path, "bar") as recorder:
         tell(recorder, "run", epochs=1, steps_per_epoch=10**6)
         for step in range(1, 2001):
             clock.skip(0.01)
@@ -121,7 +121,7 @@ def test_a_slow_terminal_takes_little_of_the_time(tmp_path, monkeypatch, clock):
 @pytest.mark.parametrize("columns", [23, 40])
 def test_too_narrow_a_terminal_keeps_two_lines(tmp_path, capsys, monkeypatch, clock, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    with Recorder(tmp_path, "bar") as recorder:
+    with open_recorder(tmp_path, "bar") as recorder:
         tell(recorder, "run", epochs=20, steps_per_epoch=100)
         for step in range(1, 4):
             clock.skip(10.0)
@@ -134,12 +134,12 @@ def test_too_narrow_a_terminal_keeps_two_lines(tmp_path, capsys, monkeypatch, cl
 
 def test_a_dumb_terminal_gets_plain_lines_and_none_nothing(tmp_path, capsys, monkeypatch, clock):
     monkeypatch.setenv("TERM", "dumb")
-    with Recorder(tmp_path, "bar") as recorder:
+    with open_recorder(tmp_path, "bar") as recorder:
         tell_two_epochs(recorder, clock)
     assert "\x1b" not in capsys.readouterr().out
     silent = tmp_path / "silent"
     silent.mkdir()
-    with Recorder(silent, "none") as recorder:
+    with open_recorder(silent, "none") as recorder:
         tell_two_epochs(recorder, clock)
     assert capsys.readouterr() == ("", "")
     for folder in (tmp_path, silent):
@@ -147,7 +147,7 @@ def test_a_dumb_terminal_gets_plain_lines_and_none_nothing(tmp_path, capsys, mon
 
 
 def test_a_resumed_launch_counts_its_own_pace(tmp_path, capsys, clock):
-    with Recorder(tmp_path, "plain") as recorder:
+    with open_recorder(tmp_path, "plain") as recorder:
         tell(recorder, "run")
         for step in (25, 26, 27):
             clock.skip(1.0)
@@ -158,7 +158,7 @@ def test_a_resumed_launch_counts_its_own_pace(tmp_path, capsys, clock):
 
 def test_failures_and_unknown_figures_are_shown(tmp_path, capsys, clock):
     unknown = {"loss": math.nan, "accuracy": None}
-    with Recorder(tmp_path, "plain") as recorder:
+    with open_recorder(tmp_path, "plain") as recorder:
         tell(recorder, "run")
         own = {"images_per_second": math.inf, "seconds": {}, "slowest_rank": None}
         tell(recorder, "step", step=1, **unknown, **own)

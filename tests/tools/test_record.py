@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpctrain as hp
-from tests.support.api import FIELDS, Recorder, read_records, truncate_record
+from tests.support.api import FIELDS, open_recorder, read_records, truncate_record
 from tests.support.launch import Job, run
 from tests.support.records import (
     FILE,
@@ -75,7 +75,7 @@ def test_every_field_of_every_kind_comes_back_as_it_was(kind, monkeypatch):
     @given(record=records_of(kind))
     def check(record):
         given_ = {name: value for name, value in record.items() if name != "kind"}
-        with tempfile.TemporaryDirectory() as name, Recorder(Path(name), "none") as recorder:
+        with tempfile.TemporaryDirectory() as name, open_recorder(Path(name), "none") as recorder:
             (recorder.write if kind == "run" else partial(tell, recorder))(kind, **given_)
             recorder.flush()
             (found,) = read_records(Path(name))
@@ -90,7 +90,7 @@ def test_every_field_of_every_kind_comes_back_as_it_was(kind, monkeypatch):
 
 def test_times_are_those_of_the_calls_and_an_end_tells_how_time_was_spent(tmp_path):
     before = datetime.now(UTC) - timedelta(milliseconds=1)
-    with Recorder(tmp_path, "none") as recorder:
+    with open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "run", name="first", anything=[1, "é"])
         tell(recorder, "step", step=1)
         tell(recorder, "note", text="two\nlines")
@@ -107,7 +107,7 @@ def test_times_are_those_of_the_calls_and_an_end_tells_how_time_was_spent(tmp_pa
 
 
 def test_numbers_that_json_cannot_hold_are_null_and_listed_by_name(tmp_path):
-    with Recorder(tmp_path, "none") as recorder:
+    with open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "step", step=1, loss=math.nan, seconds={"data": math.inf, "total": 1.0})
         tell(recorder, "step", step=2, loss=np.float32("-inf"), slowest_rank=np.int64(3))
         tell(recorder, "run", list=[1.0, math.nan], folder=Path("runs"), set=np.arange(3))
@@ -120,21 +120,24 @@ def test_numbers_that_json_cannot_hold_are_null_and_listed_by_name(tmp_path):
 
 
 def test_a_field_that_is_not_listed_is_refused(tmp_path):
-    with Recorder(tmp_path, "none") as recorder, pytest.raises(ValueError, match="gradient_norm"):
+    with (
+        open_recorder(tmp_path, "none") as recorder,
+        pytest.raises(ValueError, match="gradient_norm"),
+    ):
         tell(recorder, "step", step=1, gradient_norm=1.0)
 
 
 @pytest.mark.parametrize("torn", ["", '{"kind": "ste', "\0\0\0", "x" * 70_000])
 @pytest.mark.parametrize("whole", [["run", "step"], []])
 def test_a_torn_last_line_is_skipped_and_cut_off_by_the_next_launch(tmp_path, torn, whole):
-    with Recorder(tmp_path, "none") as recorder:
+    with open_recorder(tmp_path, "none") as recorder:
         for kind in whole:
             tell(recorder, kind, step=1)
     with open(tmp_path / FILE, "a") as file:
         file.write(torn)
     assert [record["kind"] for record in read_records(tmp_path)] == whole
     truncate_record(tmp_path, step=1, epoch=0, validated=0)
-    with Recorder(tmp_path, "none") as recorder:
+    with open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "run", name="again")
     assert [record["kind"] for record in read_strictly(tmp_path)] == [*whole, "run"]
 
@@ -150,7 +153,7 @@ def test_what_is_no_record_is_refused_by_file_and_line(tmp_path, content, number
     with pytest.raises(hp.UsageError, match=str(tmp_path / FILE)):
         list(read_records(tmp_path))
     with pytest.raises(hp.RunError, match="nothing"):
-        Recorder(tmp_path / "nothing", "none")
+        open_recorder(tmp_path / "nothing", "none")
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(hp.UsageError, match=f"^{tmp_path / FILE}, line {number} [^\n]*$"):
         list(read_records(tmp_path))
@@ -179,8 +182,8 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path, size):
 def test_a_rank_without_a_folder_writes_shows_and_imports_nothing(tmp_path):
     program = """
 import sys
-from hpctrain.report.record import Recorder
-with Recorder(None, "bar", tensorboard=True) as recorder:
+from hpctrain.report.sinks import open_recorder
+with open_recorder(None, "bar", tensorboard=True) as recorder:
     recorder.write("run", name="nothing")
     recorder.note("nothing")
     recorder.end("done")
@@ -200,7 +203,7 @@ def test_steps_gather_for_a_second_at_most_where_writing_is_slow(tmp_path, monke
         clock.skip(0.03)  # a slow file system
         return write(descriptor, data)
 
-    with Recorder(tmp_path, "none") as recorder:
+    with open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "run")
         for number in (1, 2):
             clock.skip(0.01)
@@ -228,7 +231,7 @@ def test_a_full_disk_is_one_error_and_leaves_a_record(tmp_path, monkeypatch):
         left[0] -= written
         return written
 
-    with monkeypatch.context() as patch, Recorder(tmp_path, "none") as recorder:
+    with monkeypatch.context() as patch, open_recorder(tmp_path, "none") as recorder:
         patch.setattr(os, "write", fill)
         with pytest.raises(hp.RunError) as caught:
             for number in itertools.count(1):
@@ -250,7 +253,7 @@ def test_a_full_disk_is_one_error_and_leaves_a_record(tmp_path, monkeypatch):
     ],
 )
 def test_an_exception_is_recorded_with_the_steps_before_it(tmp_path, error, reason):
-    with pytest.raises(type(error)), Recorder(tmp_path, "none") as recorder:
+    with pytest.raises(type(error)), open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "run")
         for number in range(1, 12):
             tell(recorder, "step", step=number)
@@ -261,10 +264,10 @@ def test_an_exception_is_recorded_with_the_steps_before_it(tmp_path, error, reas
 
 
 def test_a_launch_ends_once_and_one_that_never_began_has_no_end(tmp_path):
-    with pytest.raises(ZeroDivisionError), Recorder(tmp_path, "none") as recorder:
+    with pytest.raises(ZeroDivisionError), open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "step", step=1)
         raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError), Recorder(tmp_path, "none") as recorder:
+    with pytest.raises(ZeroDivisionError), open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "run")
         recorder.end("done")
         raise ZeroDivisionError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.api import Recorder, read_records
+from tests.support.api import open_recorder, read_records
 from tests.support.records import tell
 
 ENOUGH = 5  # steps, without which there is no advice
@@ -17,7 +17,7 @@ ENOUGH = 5  # steps, without which there is no advice
 
 def ended(folder, steps=10, slowest=(0,), facts=None, **seconds):
     """The end of a launch of equal steps whose phases took these seconds."""
-    with Recorder(folder, "none") as recorder:
+    with open_recorder(folder, "none") as recorder:
         tell(recorder, "run", **(facts or {}))
         own = {"total": 1.0, "idle": 0.0, **seconds}
         for step in range(1, steps + 1):
@@ -106,7 +106,7 @@ PHASES = st.sampled_from(["data", "compute", "reduce"])
 def test_percentages_add_up_to_100_and_each_is_less_than_one_off(seconds, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout", shown := io.StringIO())
-        with Recorder(tmp_path_factory.mktemp("run"), "plain") as recorder:
+        with open_recorder(tmp_path_factory.mktemp("run"), "plain") as recorder:
             tell(recorder, "run")
             tell(recorder, "step", step=1, seconds={**seconds, "total": 1.0})
             recorder.end("done")

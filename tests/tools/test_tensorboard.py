@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import hpctrain as hp
-from tests.support.api import Recorder
+from tests.support.api import open_recorder
 from tests.support.ranks import command
 from tests.support.records import read_strictly, tell
 
@@ -80,7 +80,7 @@ def test_events_are_those_of_the_record_also_where_a_resumed_launch_repeats_step
 
 
 def test_what_is_unknown_is_left_out(tmp_path):
-    with Recorder(tmp_path, "none", tensorboard=True) as recorder:
+    with open_recorder(tmp_path, "none", tensorboard=True) as recorder:
         tell(recorder, "run")
         tell(recorder, "step", step=1, accuracy=None)
         tell(recorder, "step", step=2)
@@ -90,13 +90,13 @@ def test_what_is_unknown_is_left_out(tmp_path):
 
 
 def test_no_events_unless_asked_for_and_without_the_package_one_line(tmp_path, monkeypatch):
-    with Recorder(tmp_path, "none") as recorder:
+    with open_recorder(tmp_path, "none") as recorder:
         tell(recorder, "run")
     assert [path.name for path in tmp_path.iterdir()] == ["progress.jsonl"]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     (tmp_path / "other").mkdir()
     with pytest.raises(hp.UsageError, match="pip install tensorboard") as caught:
-        Recorder(tmp_path / "other", "none", tensorboard=True)
+        open_recorder(tmp_path / "other", "none", tensorboard=True)
     assert "\n" not in str(caught.value) and not list((tmp_path / "other").iterdir())
 
 
@@ -106,7 +106,7 @@ def test_events_that_cannot_be_written_are_one_error_that_is_recorded(tmp_path, 
 
     monkeypatch.setattr(tensorboard().SummaryWriter, "add_scalar", fails)
     error = pytest.raises(hp.RunError, match="TensorBoard.*No space left")
-    with error, Recorder(tmp_path, "none", tensorboard=True) as recorder:
+    with error, open_recorder(tmp_path, "none", tensorboard=True) as recorder:
         tell(recorder, "run")
         tell(recorder, "step", step=1)
     assert [record["kind"] for record in read_strictly(tmp_path)] == ["run", "step", "end"]
