@@ -12,8 +12,8 @@ In Python:
 * `load`: a trained network, to predict with; `history`: the record of a run as tables
 * `Config`: all settings of a run; `UsageError`, `RunError`: what is raised
 * `write_pack`: arrays or HDF5 data sets as a pack
-* `read_pack`, `Split`, `cut_epoch`, `Loader`, `make_prepare`, `read_samples`, `build`,
-  `BatchNorms`, `Message`, `choose_reduce`, `start_mpi`: for a training loop of your own
+* `read_pack`, `Split`, `cut_epoch`, `Pipeline`, `Loader`, `read_samples`, `build`, `BatchNorms`,
+  `Message`, `choose_reduce`, `start_mpi`: for a training loop of your own
 
 docs/python.md describes all of them. Importing hpctrain imports neither MPI nor torch and does not
 initialize CUDA: each name is imported on first use (PEP 562).
@@ -26,10 +26,11 @@ from importlib import import_module
 _NAMES = {  # of the public API, by module
     "api": ("evaluate", "history", "train"),
     "config": ("Config",),
-    "data.loader": ("Loader", "ReadOptions", "make_prepare", "read_samples"),
+    "data.loader": ("Loader", "ReadOptions", "read_samples"),
     "data.orders": ("Order",),
     "data.pack": ("read_pack",),
     "data.partition": ("cut_epoch",),
+    "data.pipeline": ("Pipeline",),
     "data.split": ("Split",),
     "errors": ("RunError", "UsageError"),
     "inference.evaluate": ("Evaluation",),
@@ -54,11 +55,11 @@ if TYPE_CHECKING:  # "as" exports a name
     from hpctrain.config import Config as Config
     from hpctrain.data.loader import Loader as Loader
     from hpctrain.data.loader import ReadOptions as ReadOptions
-    from hpctrain.data.loader import make_prepare as make_prepare
     from hpctrain.data.loader import read_samples as read_samples
     from hpctrain.data.orders import Order as Order
     from hpctrain.data.pack import read_pack as read_pack
     from hpctrain.data.partition import cut_epoch as cut_epoch
+    from hpctrain.data.pipeline import Pipeline as Pipeline
     from hpctrain.data.split import Split as Split
     from hpctrain.errors import RunError as RunError
     from hpctrain.errors import UsageError as UsageError

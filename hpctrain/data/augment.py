@@ -24,6 +24,9 @@ class Augmentation(NamedTuple):
     shift: int = 0  # pixels
 
 
+NOTHING = Augmentation()
+
+
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
     """Flip and shift images (n, H, W, C) uint8 at random; without both, return the images.
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from hpctrain.cores import make_pool
-from hpctrain.data.augment import Augmentation, augment, to_input
 from hpctrain.data.orders import BlockOrder, Order
 from hpctrain.data.partition import random_key
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.streams import Event, Upload, copy_to_device, start_thread
@@ -44,49 +44,29 @@ class Batch:
 
     shard: int
     images: torch.Tensor  # (m_j, C, H, W)
-    targets: torch.Tensor  # labels (m_j,) int64, or the targets that `pair` returns
+    targets: torch.Tensor  # labels (m_j,) int64, or what the pipeline's stage makes of them
     key: int  # for the random numbers of this step and shard
 
 
 # the batches of a step, the event after which they are ready, and the samples that are not usable
 Ready = tuple[list[Batch], Event, Bad]
-# images (m_j, H, W, C) and the key for their random numbers -> network input (m_j, C, H, W),
-# a copy: the memory of the images is reused for the next batch
-Prepare = Callable[[torch.Tensor, int], torch.Tensor]
-# network input, labels (m_j,) and the key -> input and target
-Pair = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
-def make_prepare(
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
-    scaling: Sequence[torch.Tensor | Sequence[float]] | None = None,
-    augmentation: Augmentation = Augmentation(),  # noqa: B008
-) -> Prepare:
-    """Return a function that augments images and scales them to the network's input on `device`.
-
-    `scaling` is the mean and standard deviation per channel, (C,) each; None = values in [0, 1].
-    """
-    mean, std = (torch.as_tensor(v).to(device) for v in scaling) if scaling else (None, None)
-
-    def prepare(images: torch.Tensor, key: int) -> torch.Tensor:
-        images = augment(images.to(device), augmentation, random_key(key, "augment"))
-        return to_input(images, mean, std, dtype, channels_last)
-
-    return prepare
+def read_images(split: Split, indices: Sequence[int] | np.ndarray) -> torch.Tensor:
+    """Read the images of these samples of a split, as they are stored, (n, H, W, C)."""
+    images = np.empty((len(indices), *split.image_shape), split.dtype)
+    split.gather(np.asarray(indices), images)
+    return torch.from_numpy(images)
 
 
 def read_samples(
-    split: Split, indices: Sequence[int] | np.ndarray, prepare: Prepare | None = None
+    split: Split, indices: Sequence[int] | np.ndarray, pipeline: Pipeline | None = None
 ) -> torch.Tensor:
-    """Read these samples of a split as the network's input, (n, C, H, W), without augmentation.
+    """Read these samples of a split as the network's input, (n, C, H, W).
 
-    `prepare` converts the images; None = to float32 in [0, 1] on the CPU.
+    `pipeline` makes it of the images; None = float32 in [0, 1] on the CPU.
     """
-    images = np.empty((len(indices), *split.image_shape), split.dtype)  # (n, H, W, C)
-    split.gather(np.asarray(indices), images)
-    return (prepare or make_prepare())(torch.from_numpy(images), 0)
+    return (pipeline or Pipeline()).inputs(read_images(split, indices))
 
 
 class Prefetcher(Iterator[Made]):
@@ -150,7 +130,7 @@ class ReadOptions(NamedTuple):
 
     read_buffer: int = READ_BUFFER  # bytes; samples that fit are read once and kept
     random_crop: float = 0.0  # least share of a JPEG file's area in its random crops; 0 = all of it
-    device: torch.device | str = "cpu"  # where `prepare` needs the images
+    device: torch.device | str = "cpu"  # that of the pipeline
 
 
 class Loader:
@@ -166,23 +146,22 @@ class Loader:
         split: Split,
         order: Order,
         shards: Sequence[int],
-        prepare: Prepare | None = None,
-        pair: Pair | None = None,
+        pipeline: Pipeline | None = None,
         epochs: int = 0,
         options: ReadOptions = ReadOptions(),  # noqa: B008
     ) -> None:
         """Read consecutive `shards` of `split` in an `order`, which holds partition and seed.
 
-        `prepare` converts images to the network's input; None = to float32 in [0, 1] on the CPU.
-        `pair` turns that and the labels into input and target; None = unchanged. `epochs` is their
-        number: the first steps of the next one are prefetched before one ends. Raises UsageError
-        for random crops of samples that are not JPEG files.
+        `pipeline` makes inputs and targets; None = images as float32 in [0, 1] on the CPU, and
+        labels. `epochs` is their number: the first steps of the next one are prefetched before one
+        ends. Raises UsageError for random crops of samples that are not JPEG files.
         """
         if options.random_crop and not split.pack.fit:
             raise UsageError("--random-crop needs a pack of JPEG files: pack with --encoding jpeg")
         self.split, self.order, self.partition = split, order, order.partition
-        self.epochs, self.prepare, self._options = epochs, prepare or make_prepare(), options
-        self.pair = pair or (lambda images, labels, key: (images, labels))
+        self.pipeline = pipeline or Pipeline()
+        self.epochs = epochs
+        self._options = options
         self.shards = range(shards[0], shards[-1] + 1)
         self._prefetch: Prefetcher[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
@@ -257,11 +236,12 @@ class Loader:
         labels = torch.from_numpy(self.split.read_labels(samples, bad))
 
         def make(images: torch.Tensor) -> list[Batch]:
-            sizes, there = [*counts.values()], copy_to_device(labels, images.device)
-            own = zip(counts, keys, images.split(sizes), there.split(sizes), strict=True)
+            sizes = [*counts.values()]
+            targets = copy_to_device(labels, images.device)
+            parts = zip(counts, keys, images.split(sizes), targets.split(sizes), strict=True)
             return [
-                Batch(shard, *self.pair(self.prepare(rows, key), targets, key), key)
-                for shard, key, rows, targets in own
+                Batch(shard, *self.pipeline.make(stored, labels_of, key), key)
+                for shard, key, stored, labels_of in parts
             ]
 
         batches = self._upload.make(done, make) if done else []

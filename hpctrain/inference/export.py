@@ -45,7 +45,7 @@ TOLERANCE = 1e-4  # of the largest output, or of 1 if that is smaller
 
 
 class Preprocess(nn.Module):
-    """Scales stored images (N, H, W, C) to a network's input, as ``data.augment.to_input``."""
+    """Scales stored images (N, H, W, C) to a network's input, as ``data.pipeline``."""
 
     def __init__(
         self, scaling: tuple[list[float], list[float]], divisor: float, dtype: torch.dtype
@@ -83,7 +83,7 @@ def main(settings: ExportConfig) -> int:
     shape = fixed or COMPARED, *network.image_shape
     images = draw_images(network.scale, shape, torch.Generator().manual_seed(0))
     values = network.scale.apply(images.numpy())
-    inputs = network.inference.prepare(torch.from_numpy(values), 0).contiguous()
+    inputs = network.inference.pipeline.inputs(torch.from_numpy(values)).contiguous()
     logging.disable(logging.WARNING)  # of torch's exporter
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:

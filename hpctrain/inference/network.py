@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpctrain.data.loader import Prefetcher, Prepare
+from hpctrain.data.loader import Prefetcher
 from hpctrain.data.pack import Pack
 from hpctrain.data.partition import random_key
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
@@ -98,7 +99,7 @@ class Inference(NamedTuple):
 
     model: nn.Module
     task: Task
-    prepare: Prepare
+    pipeline: Pipeline  # without augmentation
     rows: int  # of a block: images that pass through the network at a time
 
     def blocks(self, samples: int) -> int:
@@ -153,12 +154,10 @@ class Inference(NamedTuple):
             labels = source.read_labels(rows, bad)
 
             def work(images: Tensor) -> tuple[Tensor, ...]:
-                inputs = self.prepare(images, key)
                 if labels is None:
-                    return (inputs,)
-                return self.task.stage(
-                    inputs, copy_to_device(torch.from_numpy(labels), device), key
-                )
+                    return (self.pipeline.inputs(images, key),)
+                targets = copy_to_device(torch.from_numpy(labels), device)
+                return self.pipeline.make(images, targets, key)
 
             tensors = upload.make(len(rows), work)
             return Block(number, rows, labels, bad), tensors, upload.record_event()

@@ -29,7 +29,7 @@ from hpctrain.data.images import (
     few_gray_levels,
 )
 from hpctrain.data.listing import is_archive, list_folder, read_file
-from hpctrain.data.loader import make_prepare
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.scale import FLOATS, FULL, Scale
 from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError, first_line, one_line
@@ -138,8 +138,8 @@ class TrainedNetwork:
         self.decoders: int | None = None  # threads that decode files; None: as `Split` does
         like = input_like(model)
         task = make_task(metadata, len(classes), like)
-        prepare = make_prepare(device, like.dtype, channels_last, scaling)
-        self.inference = Inference(model, task, prepare, metadata["evaluation_rows"])
+        pipeline = Pipeline(device, like.dtype, channels_last, scaling, stage=task.stage)
+        self.inference = Inference(model, task, pipeline, metadata["evaluation_rows"])
 
     def __repr__(self) -> str:
         height, width, channels = self.image_shape
@@ -176,7 +176,7 @@ class TrainedNetwork:
         opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
         say_range(opened, self.scale, *opened.limits)
-        return self.inference.prepare(torch.from_numpy(pixels), 0)
+        return self.inference.pipeline.inputs(torch.from_numpy(pixels))
 
     def predict(
         self, images: Any, *, batch_size: int | None = None, skip_bad: bool = False

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hpctrain.config.functions import Imported, import_function
-from hpctrain.data.loader import Prepare
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
 from hpctrain.numerics import fork_rng, seed_torch
@@ -68,9 +67,8 @@ def _per_sample(found: Any, n: int, what: str) -> Tensor:
 
 
 @torch.no_grad()
-def augment_by(own: Imported, prepare: Prepare, images: Tensor, key: int) -> Tensor:
-    """Return images prepared by `prepare`, then augmented by `own` with numbers of `key` alone."""
-    images = prepare(images, key)
+def augment_by(own: Imported, images: Tensor, key: int) -> Tensor:
+    """Return images (n, C, H, W) augmented by `own`, with numbers of the batch's `key` alone."""
     generator = torch.Generator(images.device).manual_seed(random_key(key, "own augmentation"))
     wanted, strides = (images.shape, images.dtype, images.device), images.stride()
     found = own(images, generator)
@@ -122,7 +120,7 @@ def check_augment(own: Imported, images: Tensor, key: int) -> None:
     with fork_rng(images.device):
         for seed, part in enumerate((images, images, images[:1])):
             seed_torch(seed, images.device)
-            found.append(augment_by(own, lambda images, key: images.clone(), part, key))
+            found.append(augment_by(own, part.clone(), key))
     if images.isfinite().all() and not found[0].isfinite().all():
         raise UsageError(f"{own.setting} returned an image with NaN or infinity")
     if not torch.equal(found[0], found[1]):

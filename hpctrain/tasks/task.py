@@ -43,8 +43,10 @@ class Task:
     metric: Imported | None = None  # the user's own
 
     def stage(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Return input and target of a batch: images (n, C, H, W) in the network's scale and labels
-        (n,), or these images with noise drawn by `key`, and without.
+        """Return inputs and targets of a batch with this `key`, as the last stage of a pipeline.
+
+        They are images (n, C, H, W) in the network's scale and labels (n,), or these images with
+        noise and without.
         """
         if self.classes:
             return images, labels

@@ -33,8 +33,9 @@ from torch.nn.modules.module import (
 
 from hpctrain.config import Config
 from hpctrain.config.functions import file_and_line, is_own_file
-from hpctrain.data.loader import Prepare, read_samples
+from hpctrain.data.loader import read_images
 from hpctrain.data.partition import random_key
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Split
 from hpctrain.errors import OwnCodeError, RunError, UsageError
 from hpctrain.models import as_bytes, evaluating
@@ -57,7 +58,7 @@ Forward = Callable[[Tensor], Tensor]
 
 @without_benchmark()
 def probe_model(
-    norms: BatchNorms, task: Task, source: Split, prepare: Prepare, config: Config
+    norms: BatchNorms, task: Task, source: Split, pipeline: Pipeline, config: Config
 ) -> Probe:
     """Run training forwards of the first samples, and check that they can be repeated.
 
@@ -68,12 +69,12 @@ def probe_model(
     """
     rows = np.arange(min(FIRST_ROWS, len(source)))
     try:
-        images = read_samples(source, rows, prepare)
+        images = read_images(source, rows)
     except RunError as error:
         raise UsageError(str(error)) from None
-    labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
+    labels = torch.from_numpy(source.read_labels(rows))
     key = random_key(config.seed, "probe")
-    inputs, targets = task.stage(images, labels, key)
+    inputs, targets = pipeline.make(images, labels, key)
     shape = output_shape(config.task, source.image_shape, task.classes)
     torch.manual_seed(key)
     try:
@@ -427,7 +428,7 @@ def not_finite(model: nn.Module, forward: Forward, batch: SampleInBatch) -> str:
 
 @without_benchmark()
 def check_sizes(
-    norms: BatchNorms, task: Task, source: Split, prepare: Prepare, plan: Plan, splits: list[int]
+    norms: BatchNorms, task: Task, source: Split, pipeline: Pipeline, plan: Plan, splits: list[int]
 ) -> None:
     """Pass the smallest share of a step, and the smallest block of an evaluation, forward.
 
@@ -440,11 +441,11 @@ def check_sizes(
     most = min(ROWS, len(source))
     if min(shares + blocks) >= most:
         return
-    images = read_samples(source, np.arange(most), prepare)
-    labels = torch.from_numpy(source.read_labels(np.arange(most))).to(images.device)
+    rows = np.arange(most)
+    labels = torch.from_numpy(source.read_labels(rows))
     key = random_key(0, "sizes")
-    inputs, targets = task.stage(images, labels, key)
-    with fork_rng(images.device):
+    inputs, targets = pipeline.make(read_images(source, rows), labels, key)
+    with fork_rng(inputs.device):
         if min(shares) < most:
             check_backward(model, task, inputs[: min(shares)], targets[: min(shares)])
             norms.restore()

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain.config import Config
-from hpctrain.data.loader import Loader, Prepare
+from hpctrain.data.loader import Loader
 from hpctrain.data.pack import Pack
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from hpctrain.models import InitialWeights
@@ -135,7 +136,7 @@ class Run:
     task: Task
     trainer: Trainer
     loader: Loader
-    prepare: Prepare  # without augmentation, for evaluation
+    pipeline: Pipeline  # of evaluations
     init: InitialWeights | None  # with --init, unless the run is resumed
     host: HostCores  # with the fewest cores per rank
     notes: list[str]  # for the user, on what was chosen

@@ -20,10 +20,11 @@ from hpctrain.config import ClassWeights, Config, Every
 from hpctrain.config.functions import Imported, is_own, source_files
 from hpctrain.cores import check_threads
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare, read_samples
+from hpctrain.data.loader import Loader, ReadOptions, read_samples
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import External, Pack, SplitInfo, images_note, read_pack
 from hpctrain.data.partition import assign_shards, random_key
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.scale import UNLIKE, Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
@@ -91,10 +92,9 @@ class Network(NamedTuple):
     task: Task
     init: InitialWeights | None
     augment: Imported | None  # function of --augment
-    dtype: torch.dtype  # of images
     weights: tuple[float, ...]  # of classes
     scaling: Scaling
-    prepare: Prepare  # without augmentation
+    pipeline: Pipeline  # of training
     is_nchw: bool  # chosen because NHWC crashes
     notes: list[str]
 
@@ -113,10 +113,10 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     config = network.config
     pack = source.pack
     device = source.device
-    prepare = network.prepare
+    plain = network.pipeline.plain()
 
     # The plan, for which the network is tested with the first samples
-    probe = on_root(comm, probe_model, network.norms, network.task, source.train, prepare, config)
+    probe = on_root(comm, probe_model, network.norms, network.task, source.train, plain, config)
     facts = collect_facts(config, comm, source, network, probe)
     plan = on_root(comm, make_plan, facts, source, network, begun)
     on_host = comm_of_host(comm).size
@@ -135,7 +135,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     own_shards = shards[comm.rank]
     train, order = open_order(config, plan, source.train, own_shards, comm)
     balance = balance_note(order, own_shards, pack.classes, comm)
-    augmented = prepare_augmented(network, train, device, comm)
+    check_own_augment(network, train, comm)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
     asked_by = "--threads" if config.threads else "OMP_NUM_THREADS"
     notes = (
@@ -157,10 +157,8 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
         splits={"train": train},
         task=network.task,
         trainer=trainer,
-        loader=Loader(
-            train, order, own_shards, augmented, network.task.stage, plan.epochs, options
-        ),
-        prepare=prepare,
+        loader=Loader(train, order, own_shards, network.pipeline, plan.epochs, options),
+        pipeline=plain,
         init=network.init,
         host=source.cores.scarcest,
         notes=[text for text in notes if text],
@@ -210,16 +208,24 @@ def make_network(
         check_normalized(scaling, pack)
         norms = BatchNorms(model, config.batch_norm)
     compare_code(config, pack, comm)
+    pipeline = Pipeline(
+        device=device,
+        dtype=like.dtype,
+        channels_last=config.channels_last,
+        scaling=scaling,
+        augmentation=Augmentation(config.flip, config.shift),
+        transform=partial(augment_by, augment) if augment else None,
+        stage=task.stage,
+    )
     return Network(
         config=config,
         norms=norms,
         task=task,
         init=init,
         augment=augment,
-        dtype=like.dtype,
         weights=weights,
         scaling=scaling,
-        prepare=make_prepare(device, like.dtype, config.channels_last, scaling),
+        pipeline=pipeline,
         is_nchw=bool(nchw),
         notes=[nchw, str(init or ""), scale_note(init, pack), why, frozen],
     )
@@ -270,27 +276,23 @@ def make_plan(facts: Facts, source: TrainingData, network: Network, begun: Plan 
         chosen = tuple(name for name in plan.chosen if name != "channels_last")
         plan = dataclasses.replace(plan, chosen=chosen)
     evaluated = [info.samples for name, info in source.pack.splits.items() if name != "train"]
-    prepare = network.prepare
-    check_sizes(network.norms, network.task, source.train, prepare, plan, evaluated)
+    plain = network.pipeline.plain()
+    check_sizes(network.norms, network.task, source.train, plain, plan, evaluated)
     return plan
 
 
-def prepare_augmented(network: Network, train: Split, device: torch.device, comm: Comm) -> Prepare:
-    """Return how batches become augmented inputs; a function of --augment is tested. Collective."""
-    config = network.config
-    augmentation = Augmentation(config.flip, config.shift)
-    layout = config.channels_last
-    augmented = make_prepare(device, network.dtype, layout, network.scaling, augmentation)
+def check_own_augment(network: Network, train: Split, comm: Comm) -> None:
+    """Test the function of --augment, if there is one, with the first samples. Collective."""
     function = network.augment
     if function is None:
-        return augmented
+        return
+    built_in = dataclasses.replace(network.pipeline, transform=None)
 
     def check() -> None:
         rows = np.arange(min(FIRST_ROWS, len(train)))
-        check_augment(function, read_samples(train, rows, augmented), random_key("own functions"))
+        check_augment(function, read_samples(train, rows, built_in), random_key("own functions"))
 
     on_root(comm, check)
-    return partial(augment_by, function, augmented)
 
 
 def use_network_of_init(config: Config) -> Config:

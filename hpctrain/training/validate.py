@@ -123,7 +123,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
     run.recorder.phase(f"evaluating {split}")
     fault("evaluation.begun")
-    inference = Inference(run.trainer.model, run.task, run.prepare, run.plan.evaluation_rows)
+    inference = Inference(run.trainer.model, run.task, run.pipeline, run.plan.evaluation_rows)
     try:
         with on_all(comm):
             source = run.split(split)

@@ -31,10 +31,11 @@ import hpctrain as hp
 from hpctrain.config import PackConfig, Shares, Size
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
-from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare
+from hpctrain.data.loader import Loader, ReadOptions
 from hpctrain.data.orders import make_order
 from hpctrain.data.pack import External, Pack, read_pack
 from hpctrain.data.partition import cut_epoch
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Split
 from hpctrain.memory import keep_memory
 from hpctrain.packing.make import make_pack
@@ -118,7 +119,7 @@ def loaded(
     pack: Pack,
     shuffle: str,
     keep: bool = False,
-    prepare: Prepare | None = None,
+    pipeline: Pipeline | None = None,
     random_crop: float = 0.0,
 ) -> Iterator[int]:
     """Load batches as for training: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
@@ -126,7 +127,7 @@ def loaded(
     partition = cut_epoch(len(source), BATCH, 1)
     order = make_order(shuffle, partition, 0, pack.block_rows or BLOCK_ROWS, WINDOW_BLOCKS)
     options = ReadOptions((4 << 30) if keep else 0, random_crop)
-    loader = Loader(source, order, [0], prepare, options=options)
+    loader = Loader(source, order, [0], pipeline, options=options)
     for epoch in itertools.count():
         yield sum(len(batches[0].targets) for batches in loader.epoch(epoch))
 
@@ -158,7 +159,7 @@ READERS: dict[str, Reader] = {
     "pack, --shuffle global": lambda path: loaded(read_pack(path), "global"),
     "pack, --shuffle blocks": lambda path: loaded(read_pack(path), "blocks"),
     "pack, kept, --flip --shift 4": lambda path: loaded(
-        read_pack(path), "partition", True, prepare=make_prepare(augmentation=Augmentation(True, 4))
+        read_pack(path), "partition", True, Pipeline(augmentation=Augmentation(True, 4))
     ),
     LOADER: partial(by_torch, workers=0),
     LOADER_2: partial(by_torch, workers=2),

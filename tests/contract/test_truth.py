@@ -330,17 +330,17 @@ def nesterov(groups):
 def own_loop(comm, data: Path) -> dict[str, torch.Tensor]:
     """The loop of the README in float64; the network's tensors at the end."""
     pack = hp.read_pack(data / "pack.h5")
-    split, prepare = hp.Split(pack, "train"), hp.make_prepare(dtype=torch.float64)
+    split, pipeline = hp.Split(pack, "train"), hp.Pipeline(dtype=torch.float64)
     model = hp.build(MODEL, pack.image_shape, len(pack.classes))
     norms = hp.BatchNorms(model, "exact")
-    first = hp.read_samples(split, range(32), prepare)
+    first = hp.read_samples(split, range(32), pipeline)
     norms.start(norms.probe(lambda: model(first), 32))
     message = hp.Message(model, norms.channels, comm.rank, comm.size)
     allreduce = hp.choose_reduce(comm, message)
     optimizer = nesterov([message.weights])
     partition = hp.cut_epoch(len(split), BATCH, SHARDS)
     mine = np.array_split(range(SHARDS), comm.size)[comm.rank].tolist()
-    loader = hp.Loader(split, hp.Order(partition), mine, prepare, epochs=EPOCHS)
+    loader = hp.Loader(split, hp.Order(partition), mine, pipeline, epochs=EPOCHS)
     for epoch in range(EPOCHS):
         for step, batches in enumerate(loader.epoch(epoch)):
             total = partition.total(step)

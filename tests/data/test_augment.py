@@ -22,7 +22,7 @@ def images(n: int = ROWS, shape: tuple[int, int, int] = (7, 5, 3)) -> torch.Tens
 
 def augment(before: torch.Tensor, flip: bool, shift: int, key: int) -> np.ndarray:
     """The bytes (n, H, W, C) that training would see."""
-    prepared = hp.make_prepare(augmentation=Augmentation(flip, shift))(before, key)
+    prepared = hp.Pipeline(augmentation=Augmentation(flip, shift)).inputs(before, key)
     return np.rint(prepared.permute(0, 2, 3, 1).numpy() * 255).astype(np.uint8)
 
 
@@ -88,7 +88,7 @@ def test_the_largest_shift_and_a_single_image(shape: tuple[int, int, int]) -> No
 @pytest.mark.parametrize("channels", [1, 3])
 def test_input_is_scaled_and_of_the_memory_format_asked_for(channels, channels_last) -> None:
     before = images(13, (7, 5, channels))
-    result = hp.make_prepare(channels_last=channels_last)(before, 0)
+    result = hp.Pipeline(channels_last=channels_last).inputs(before)
     assert result.shape == (13, channels, 7, 5) and result.dtype == torch.float32
     plain = before.numpy().transpose(0, 3, 1, 2) / 255
     np.testing.assert_allclose(result.numpy(), plain, rtol=2e-7)
@@ -100,7 +100,7 @@ def test_input_is_scaled_and_of_the_memory_format_asked_for(channels, channels_l
     before.zero_()
     assert torch.equal(result, kept)  # the memory of the bytes is reused
     ends = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 2, 1)
-    assert hp.make_prepare()(ends, 0).flatten().tolist() == [0.0, 1.0]
+    assert hp.Pipeline().inputs(ends).flatten().tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -108,8 +108,7 @@ def test_input_is_scaled_and_of_the_memory_format_asked_for(channels, channels_l
 def test_input_is_normalized_per_channel(dtype: torch.dtype, channels_last: bool) -> None:
     before = images(13)
     mean, std = torch.tensor([0.5, 0.25, 0.125]), torch.tensor([0.2, 0.3, 0.4])
-    prepare = hp.make_prepare("cpu", dtype, channels_last, (mean, std))
-    result = prepare(before, 0)
+    result = hp.Pipeline("cpu", dtype, channels_last, (mean, std)).inputs(before)
     plain = (before.numpy() / 255 - mean.double().numpy()) / std.double().numpy()
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
     measured = result.double().numpy().transpose(0, 2, 3, 1)
@@ -121,7 +120,6 @@ def test_input_is_normalized_per_channel(dtype: torch.dtype, channels_last: bool
 def test_a_large_batch_has_the_bits_of_its_images(scaling) -> None:
     """A CPU scales as many images at a time as its cache holds."""
     before = images(101, (64, 64, 3))
-    prepare = hp.make_prepare(scaling=scaling)
-    assert torch.equal(
-        prepare(before, 0), torch.cat([prepare(part, 0) for part in before.split(1)])
-    )
+    pipeline = hp.Pipeline(scaling=scaling)
+    alone = [pipeline.inputs(part) for part in before.split(1)]
+    assert torch.equal(pipeline.inputs(before), torch.cat(alone))

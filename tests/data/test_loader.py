@@ -30,7 +30,7 @@ def make_loader(source=None, order=None, read_buffer=STREAMING, **settings):
 
 
 def augmenting():
-    return hp.make_prepare(augmentation=Augmentation(flip=True, shift=2))
+    return hp.Pipeline(augmentation=Augmentation(flip=True, shift=2))
 
 
 def loader_threads():
@@ -90,7 +90,7 @@ def test_an_epoch_has_the_same_bits_from_any_step_on_and_however_it_is_read(
     name, first_step, epoch, read_buffer
 ):
     order = make_order(name, PARTITION, SEED, **BLOCKS)
-    settings = {"order": order, "prepare": augmenting()}
+    settings = {"order": order, "pipeline": augmenting()}
     whole = whole_epoch(epoch, **settings)
     loader = make_loader(read_buffer=read_buffer, **settings)
     assert bits(loader.epoch(epoch, first_step)) == whole[first_step:]
@@ -118,7 +118,7 @@ def test_single_samples_are_read_in_the_order_asked_for():
     inputs = hp.read_samples(source, rows)
     np.testing.assert_allclose(inputs.numpy(), plain, rtol=1e-6, atol=0)
     mean, std = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
-    scaled = hp.read_samples(source, np.array(rows), hp.make_prepare(scaling=(mean, std)))
+    scaled = hp.read_samples(source, np.array(rows), hp.Pipeline(scaling=(mean, std)))
     torch.testing.assert_close(scaled, (inputs - mean[:, None, None]) / std[:, None, None])
     assert hp.read_samples(source, np.arange(0)).shape == (0, 3, 5, 7)
 
@@ -176,14 +176,13 @@ def test_the_thread_reads_only_a_little_ahead():
 def test_the_first_steps_of_an_epoch_are_read_before_the_one_before_ends(name):
     """They are taken while nothing can be read."""
     order, source, prepared = make_order(name, PARTITION, SEED, **BLOCKS), Source(), []
-    plain = hp.make_prepare()
 
-    def prepare(images, key):
+    def stage(inputs, targets, key):
         prepared.append(key)
-        return plain(images, key)
+        return inputs, targets
 
     alone = [whole_epoch(epoch, order=order) for epoch in range(3)]
-    loader = make_loader(source, prepare=prepare, order=order, epochs=3)
+    loader = make_loader(source, pipeline=hp.Pipeline(stage=stage), order=order, epochs=3)
     assert bits(loader.epoch(0)) == alone[0]
     for epoch in (1, 2):
         (thread,) = loader_threads()

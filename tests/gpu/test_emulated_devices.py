@@ -49,7 +49,7 @@ import hpctrain as hp
 from tests.support.source import Source
 torch.cuda.set_device(1)
 order, options = hp.Order(hp.cut_epoch(101, 16, 3)), hp.ReadOptions(device="cuda")
-loader = hp.Loader(Source(), order, [0, 1], hp.make_prepare("cuda"), options=options)
+loader = hp.Loader(Source(), order, [0, 1], hp.Pipeline("cuda"), options=options)
 assert {batch.images.device.index for step in loader.epoch(0) for batch in step} == {1}
 assert emulated_gpu.contexts() == [1] and emulated_gpu.counts()["other_device"] == 0
 """

@@ -125,7 +125,8 @@ from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
 from hpctrain.training.trainer import tensor_checksum
 
-__all__ += ["IN_FLIGHT", "check_repeats", "clip_gradient", "make_gradients", "tensor_checksum"]
+__all__ += ["IN_FLIGHT", "Task", "check_repeats", "clip_gradient", "make_gradients"]
+__all__ += ["tensor_checksum"]
 
 
 def make_gradients(model, message, compiled=False, recorder=None):

@@ -1,0 +1,73 @@
+"""The pipeline from stored images to a network's inputs and targets: its stages, in their order.
+
+    stage                   what it changes                               key of its random numbers
+    flips and shifts        stored values (n, H, W, C) of their type      "augment"
+    scaling                 makes floats (n, C, H, W) in [0, 1] of them
+    normalization           (x - mean) / std per channel
+    the user's transform    inputs (n, C, H, W)                           "own augmentation"
+    the task's stage        inputs and targets                            its own: "noise"
+
+A batch has one key, from which each stage derives its own: what one draws does not change what
+another draws. Random crops, which are drawn where JPEG files are decoded, have the key "crop".
+
+Where no stage stands between them, scaling and normalization are one multiplication and one
+addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from hpctrain.data.augment import NOTHING, Augmentation, augment, to_input
+from hpctrain.data.partition import random_key
+
+# inputs (n, C, H, W) and the key of the batch -> others of the same shape and dtype
+Transform = Callable[[Tensor, int], Tensor]
+# inputs (n, C, H, W), targets (n, ...) and the key of the batch -> inputs and targets
+Stage = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """Makes a network's inputs and targets of stored images and their targets."""
+
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32  # of inputs
+    channels_last: bool = True  # whether inputs lie in memory as NHWC
+    scaling: Sequence[Tensor | Sequence[float]] | None = None  # mean and std, (C,); None: 0 and 1
+    augmentation: Augmentation = NOTHING
+    transform: Transform | None = None
+    stage: Stage | None = None
+    _mean: Tensor | None = field(init=False, default=None)  # (C,) on the device
+    _std: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.scaling:
+            self._mean, self._std = (torch.as_tensor(v).to(self.device) for v in self.scaling)
+
+    def make(self, images: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs (n, C, H, W) and the targets of stored images (n, H, W, C) and targets.
+
+        `key` is that of the batch. Inputs are copies: the memory of the images is used again.
+        """
+        inputs = self.inputs(images, key)
+        targets = targets.to(self.device)
+        if self.stage is None:
+            return inputs, targets
+        return self.stage(inputs, targets, key)
+
+    def inputs(self, images: Tensor, key: int = 0) -> Tensor:
+        """Return the inputs (n, C, H, W) of stored images (n, H, W, C) before the task's stage."""
+        images = augment(images.to(self.device), self.augmentation, random_key(key, "augment"))
+        inputs = to_input(images, self._mean, self._std, self.dtype, self.channels_last)
+        if self.transform is None:
+            return inputs
+        return self.transform(inputs, key)
+
+    def plain(self) -> Pipeline:
+        """Return the pipeline of an evaluation: without augmentation, the user's own among it."""
+        return replace(self, augmentation=NOTHING, transform=None)

@@ -1,0 +1,82 @@
+"""The pipeline from stored images to inputs and targets: its stages, their order and their keys."""
+
+from __future__ import annotations
+
+import torch
+
+import hpctrain as hp
+from tests.support.api import Augmentation, Task
+
+KEY = 5
+FLIPS_AND_SHIFTS = Augmentation(flip=True, shift=2)
+SCALING = ((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+
+
+def images(n=31, shape=(7, 5, 3)):
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(1, 256, (n, *shape), generator=generator).to(torch.uint8)
+
+
+def moved(before):
+    """The images after flips and shifts, (n, C, H, W) in [0, 1]."""
+    return hp.Pipeline(augmentation=FLIPS_AND_SHIFTS).inputs(before, KEY)
+
+
+def test_each_stage_is_given_what_the_one_before_made_and_the_key_of_the_batch():
+    seen = []
+
+    def transform(inputs, key):
+        seen.append((inputs.clone(), key))
+        return inputs + 1
+
+    def stage(inputs, targets, key):
+        seen.append((inputs.clone(), key))
+        return inputs * 2, targets + 1
+
+    pipeline = hp.Pipeline(augmentation=FLIPS_AND_SHIFTS, transform=transform, stage=stage)
+    inputs, targets = pipeline.make(images(), torch.arange(31), KEY)
+    assert torch.equal(seen[0][0], moved(images()))
+    assert torch.equal(seen[1][0], moved(images()) + 1)
+    assert torch.equal(inputs, (moved(images()) + 1) * 2)
+    assert targets.tolist() == list(range(1, 32))
+    assert [key for _, key in seen] == [KEY, KEY]
+    assert torch.equal(pipeline.inputs(images(), KEY), moved(images()) + 1)
+
+
+def test_an_evaluation_leaves_out_augmentation_alone():
+    pipeline = hp.Pipeline(
+        dtype=torch.float64,
+        channels_last=False,
+        scaling=SCALING,
+        augmentation=FLIPS_AND_SHIFTS,
+        transform=lambda inputs, key: inputs + 1,
+        stage=lambda inputs, targets, key: (inputs * 2, targets),
+    )
+    inputs, _ = pipeline.plain().make(images(), torch.arange(31), KEY)
+    scaled = hp.Pipeline(dtype=torch.float64, channels_last=False, scaling=SCALING)
+    assert torch.equal(inputs, scaled.inputs(images()) * 2)
+    assert inputs.stride() == scaled.inputs(images()).stride()
+
+
+def test_without_stages_targets_stay_and_inputs_share_no_memory_with_images():
+    before = images()
+    inputs, targets = hp.Pipeline().make(before, torch.arange(31), KEY)
+    kept = inputs.clone()
+    before.zero_()
+    assert torch.equal(inputs, kept) and targets.tolist() == list(range(31))
+
+
+def test_noise_is_on_the_augmented_image_which_is_the_target():
+    task = Task(noise="salt-pepper", level=0.3)
+    pipeline = hp.Pipeline(augmentation=FLIPS_AND_SHIFTS, stage=task.stage)
+    noisy, clean = pipeline.make(images(), torch.arange(31), KEY)
+    assert torch.equal(clean, moved(images()))
+    changed = noisy != clean
+    assert noisy[changed].unique().tolist() == [0, 1]
+    assert 0.2 < changed.double().mean().item() < 0.35  # some values are 0 in the image, too
+
+
+def test_a_classifier_has_the_labels_as_targets():
+    given = images(3).float(), torch.arange(3)
+    inputs, targets = Task(classes=3).stage(*given, KEY)
+    assert inputs is given[0] and targets is given[1]
