@@ -151,6 +151,12 @@ def mirror(images, generator):
     return images + 0.01 * noise
 
 
+def brighten(images, generator):
+    """Scales each image by a factor of its own, which no rounding depends on."""
+    drawn = torch.rand((len(images), 1, 1, 1), generator=generator, device=images.device)
+    return images * (drawn + 0.5)
+
+
 def darken(images, generator):
     return images.mul_(0.5)
 
