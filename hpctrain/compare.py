@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from hpctrain.config import CompareConfig, Config
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
 from hpctrain.outcome import Status
-from hpctrain.plan import read_plan
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import NETWORK_FILE, find_folder
 from hpctrain.report.history import History
 from hpctrain.report.record import Record, fields_marked, read_records
-from hpctrain.text import brief, parse_json, say
+from hpctrain.report.settings import UnreadableFile, read_plan_of, read_settings
+from hpctrain.text import brief, say
 from hpctrain.training.checkpoint import newest
 
 Tensors = dict[str, torch.Tensor]
@@ -131,14 +130,13 @@ def _settings(folders: list[Path]) -> Iterator[str]:
     """Yield a line with the settings that differ, those of the plan as they were resolved."""
     both = []
     for folder in folders:
-        path = folder / "config.toml"
         try:
-            settings = Config().table() | tomllib.loads(path.read_text("utf-8"))
-            path = folder / "plan.json"
-            both.append(settings | dataclasses.asdict(read_plan(parse_json(path.read_bytes()))))
-        except (OSError, ValueError, RecursionError) as error:
-            yield f"settings: {path} is corrupt: {error}"
+            settings = Config().table() | read_settings(folder)
+            plan = read_plan_of(folder)
+        except UnreadableFile as error:
+            yield f"settings: {error.path} is corrupt: {error.cause}"
             return
+        both.append(settings | dataclasses.asdict(plan))
     a, b = both
     names = [name for name in a if a[name] != b.get(name) and name not in NOT_COMPARED]
     texts = (f"{name} {brief(a[name], 40)} and {brief(b.get(name), 40)}" for name in names)

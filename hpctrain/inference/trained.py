@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hpctrain.cluster import launched_local_rank
-from hpctrain.config import Config, from_table, load_toml, require_trust
+from hpctrain.config import Config, from_table, require_trust
 from hpctrain.data.images import (
     LOSSES,
     BadImage,
@@ -40,6 +40,7 @@ from hpctrain.numerics import torch_flags
 from hpctrain.parallel.device import choose_device
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.results import answer_columns
+from hpctrain.report.settings import read_settings
 from hpctrain.tasks.task import make_task
 from hpctrain.text import MOST_NAMED, brief, counted, listed, printable, say
 from hpctrain.torch_errors import explain_errors
@@ -156,7 +157,7 @@ class TrainedNetwork:
         path = self.path.with_name(SETTINGS_FILE)
         if not path.is_file():
             return None
-        config = from_table(load_toml(str(path)), Config(), str(path))
+        config = from_table(read_settings(path.parent), Config(), str(path))
         require_trust(vars(config), path, self._trust_code)
         return config
 

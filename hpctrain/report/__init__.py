@@ -6,6 +6,7 @@ sinks.py             opens the record and what shows it
 display.py           shows records while they are written, tensorboard.py writes them as events
 metrics.py           loss and accuracy over a split, and which of two is better
 history.py           what a record tells of a run, also while it grows
+settings.py          reads the settings and the plan of a run
 find.py              finds runs and sweeps by name, and the best runs of a sweep
 figures.py           hpctrain plot: curves of runs, confusion matrices
 results.py           the output of evaluate and predict: tables, CSV, sheets of images

@@ -13,7 +13,6 @@ import math
 import os
 import shutil
 import time
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +29,12 @@ from hpctrain.heartbeat import HEARTBEATS
 from hpctrain.outcome import Outcome, Status
 from hpctrain.parallel.device import hardware_key, memory_of
 from hpctrain.parallel.mpi import agreed, library, on_root
-from hpctrain.plan import FREE, Plan, describe_shares, read_plan
-from hpctrain.report.find import CHECKPOINTS, evaluation_file
+from hpctrain.plan import FREE, Plan, describe_shares
+from hpctrain.report.find import CHECKPOINTS, SETTINGS_FILE, evaluation_file
 from hpctrain.report.history import History
 from hpctrain.report.record import Recorder, truncate_record
-from hpctrain.text import counted, parse_json, ranges
+from hpctrain.report.settings import PLAN_FILE, UnreadableFile, read_plan_of, read_settings
+from hpctrain.text import counted, ranges
 from hpctrain.training.checkpoint import Checkpoint, find_best, has_best, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.optimizer import learning_rate
@@ -91,10 +91,11 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
 
 def write_settings(run: Run, folder: Path) -> None:
     """Write the configuration and the plan. Raises OSError."""
-    for name, text in (
-        ("config.toml", to_toml(run.config.table())),
-        ("plan.json", run.plan.to_json()),
-    ):
+    texts = {
+        SETTINGS_FILE: to_toml(run.config.table()),
+        PLAN_FILE: run.plan.to_json(),
+    }
+    for name, text in texts.items():
         write_whole(folder / name, text.rstrip() + "\n")
 
 
@@ -248,7 +249,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         return None
     if config.resume == "never":
         raise UsageError(f"the run {folder} exists: choose another name with --run")
-    before, plan = read_settings(folder)
+    before, plan = read_begun(folder)
     config = keep_settings(config, before, plan, folder)
     if not lock.take(folder):
         raise UsageError(
@@ -284,27 +285,31 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     return PreviousLaunch(folder, config, plan, finished, idle, checkpoint, problems, crash)
 
 
-def read_settings(folder: Path) -> tuple[Config, Plan]:
-    """Read the configuration and the plan of a run.
+def read_begun(folder: Path) -> tuple[Config, Plan]:
+    """Read the configuration and the plan with which a run was begun.
 
     Raises UsageError if one is missing or corrupt.
     """
-    path = folder / "config.toml"
+    name = SETTINGS_FILE
+    cause: Exception
     try:
-        config = from_table(tomllib.loads(path.read_text("utf-8")), Config())
-        path = folder / "plan.json"
-        return config, read_plan(parse_json(path.read_bytes()))
-    except FileNotFoundError as error:
+        config = from_table(read_settings(folder), Config())
+        return config, read_plan_of(folder)
+    except UnreadableFile as error:
+        name = error.path.name
+        cause = error.cause
+    except (UsageError, ValueError, RecursionError) as error:  # a setting that is refused
+        cause = error
+    if isinstance(cause, FileNotFoundError):
         raise UsageError(
-            f"{folder} exists but is no run to continue, it has no {path.name}: choose another name"
-            f" with --run. If {path.name} was removed, the same command on as many ranks writes it"
-            " anew in the folder of that name: copy it back"
-        ) from error
-    except (OSError, ValueError, RecursionError, UsageError) as error:
-        raise UsageError(
-            f"{folder} cannot be continued, its {path.name} is corrupt ({error}): choose another"
-            " name with --run"
-        ) from error
+            f"{folder} exists but is no run to continue, it has no {name}: choose another name with"
+            f" --run. If {name} was removed, the same command on as many ranks writes it anew in"
+            " the folder of that name: copy it back"
+        ) from cause
+    raise UsageError(
+        f"{folder} cannot be continued, its {name} is corrupt ({cause}): choose another name with"
+        " --run"
+    ) from cause
 
 
 def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> Config:

@@ -256,6 +256,10 @@ def test_functions_of_the_training_are_imported_with_trust_code_only(pack):
     with pytest.raises(hp.UsageError, match=r"config\.toml names .*trust_code=True"):
         _ = hp.load(run).config
     assert hp.load(run, trust_code=True).config.augment == own("darken")
+    settings = run / "config.toml"
+    settings.write_text("epochs = ")
+    with pytest.raises(hp.UsageError, match=r"a/config\.toml is no TOML: "):
+        _ = hp.load(run, trust_code=True).config
 
 
 def test_a_run_is_resumed_without_importing_what_its_files_name(pack):
