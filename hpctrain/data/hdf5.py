@@ -84,7 +84,10 @@ def locate_dataset(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
 
 
 def locate_in_one_piece(
-    group: h5py.Group, name: str, dtype: str, shape: tuple[int, ...] | None = None
+    group: h5py.Group,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...] | None = None,
 ) -> Stored:
     """Return where a dataset of a pack is stored; by default, it has one axis of any length.
 

@@ -85,7 +85,11 @@ class BlockOrder(Order):
     """An order of blocks, reshuffled every epoch, with samples shuffled within windows."""
 
     def __init__(
-        self, partition: Partition, seed: int, block_rows: int, window_blocks: int
+        self,
+        partition: Partition,
+        seed: int,
+        block_rows: int,
+        window_blocks: int,
     ) -> None:
         """A block has `block_rows` samples, or fewer at the ends of a partition."""
         super().__init__(partition, seed)
@@ -97,7 +101,11 @@ class BlockOrder(Order):
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def windows(
-        self, epoch: int, shard: int, first: int, count: int
+        self,
+        epoch: int,
+        shard: int,
+        first: int,
+        count: int,
     ) -> Iterator[tuple[Window, np.ndarray]]:
         """Yield the windows of these positions, each with the positions within the window."""
         ends, end = self._blocks(epoch, shard)[1], first + count
@@ -144,7 +152,11 @@ class BalancedOrder(Order):
     """An order in which every shard draws all classes of what it may read equally often."""
 
     def __init__(
-        self, partition: Partition, seed: int, everywhere: bool, labels_of: LabelsOf
+        self,
+        partition: Partition,
+        seed: int,
+        everywhere: bool,
+        labels_of: LabelsOf,
     ) -> None:
         super().__init__(partition, seed, everywhere)
         self.labels_of = labels_of

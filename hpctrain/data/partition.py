@@ -35,7 +35,9 @@ def even_shares(total: int, parts: int) -> tuple[int, ...]:
 
 
 def cut_last_step(
-    samples: int, shares: tuple[int, ...], min_samples: int
+    samples: int,
+    shares: tuple[int, ...],
+    min_samples: int,
 ) -> tuple[int, ...] | None:
     """Divide the samples of the last step among shards with even `shares`.
 

@@ -55,7 +55,11 @@ class Split:
     """
 
     def __init__(
-        self, pack: Pack, name: str, threads: int | None = None, verify: bool = True
+        self,
+        pack: Pack,
+        name: str,
+        threads: int | None = None,
+        verify: bool = True,
     ) -> None:
         """Open a split. JPEG files are decoded by `threads` threads, by default one per usable
         core, at most 8; without `verify`, checksums are not compared.
@@ -333,7 +337,11 @@ class Split:
             out[first : first + step] = values
 
     def _decode(
-        self, indices: np.ndarray, part: np.ndarray, out: np.ndarray, crops: Sequence[Crop] | None
+        self,
+        indices: np.ndarray,
+        part: np.ndarray,
+        out: np.ndarray,
+        crops: Sequence[Crop] | None,
     ) -> Bad:
         """Read and decode the JPEG files `indices[part]`, or a crop of each, to `out[part]`."""
         from hpctrain.data.images import BadImage, decode_jpeg

@@ -96,7 +96,10 @@ def generate(
 
 
 def draw_digits(
-    styles: Sequence[Sequence[str]], per_class: int, name: str, seed: int
+    styles: Sequence[Sequence[str]],
+    per_class: int,
+    name: str,
+    seed: int,
 ) -> DrawnDigits:
     """Draw `per_class` images of each digit, equally many in each style, in order of angle."""
     edges = [per_class * number // len(styles) for number in range(len(styles) + 1)]

@@ -287,7 +287,11 @@ def find_equal_files(source: Source, run: Run) -> None:
 
 
 def _read(
-    source: Source, rows: np.ndarray, run: Run, function: Callable[..., list[Any]], *options: Any
+    source: Source,
+    rows: np.ndarray,
+    run: Run,
+    function: Callable[..., list[Any]],
+    *options: Any,
 ) -> Generator[Any]:
     """Yield what a function of slices returns for these images."""
     starts = range(0, len(rows), IMAGES_PER_TASK)
@@ -345,7 +349,10 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
 
 
 def _draw(
-    labels: np.ndarray, groups: np.ndarray, shares: tuple[Fraction, ...], balanced: bool
+    labels: np.ndarray,
+    groups: np.ndarray,
+    shares: tuple[Fraction, ...],
+    balanced: bool,
 ) -> np.ndarray:
     """Return the split (n,) of each row, in random order. Equal `groups` (n,) are not divided:
     equal files, or if `balanced`, those of a manifest.
@@ -390,7 +397,12 @@ def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def write_images(
-    config: PackConfig, source: Source, fit: Fit, run: Run, jobs: int, output: Path
+    config: PackConfig,
+    source: Source,
+    fit: Fit,
+    run: Run,
+    jobs: int,
+    output: Path,
 ) -> None:
     """Assign all images to splits, decode them and write the pack.
 
@@ -510,7 +522,10 @@ class Changed:
 
 
 def provenance(
-    source: Source, config: PackConfig, fit: Fit, counts: dict[str, int]
+    source: Source,
+    config: PackConfig,
+    fit: Fit,
+    counts: dict[str, int],
 ) -> dict[str, Any]:
     """Return what the pack was made of and how, without paths or times."""
     alike = np.bincount(source.duplicate_of)

@@ -205,7 +205,9 @@ def read_class_folders(listing: Listing, where: str) -> Source:
 
 
 def _class_folders(
-    paths: Iterable[tuple[str, ...]], roots: Mapping[tuple[str, ...], int], listing: Listing
+    paths: Iterable[tuple[str, ...]],
+    roots: Mapping[tuple[str, ...], int],
+    listing: Listing,
 ) -> dict[str, tuple[str, int]]:
     """Return the class and the split of each folder below the roots, and note what is joined."""
     roles: dict[str, tuple[str, int]] = {}
@@ -298,7 +300,10 @@ def _nested(name: str, below: Folders) -> tuple[str, ...]:
 
 
 def _refuse_other_roles(
-    tree: Folders, numbers: Mapping[str, int], splits: Mapping[str, int], others: Sequence[str]
+    tree: Folders,
+    numbers: Mapping[str, int],
+    splits: Mapping[str, int],
+    others: Sequence[str],
 ) -> None:
     """Raise UsageError for folders that are neither splits nor classes, by their names."""
     shown = listed_names(tree)

@@ -71,7 +71,11 @@ def read_sizes(slices: list[Slice]) -> list[int]:
 
 
 def decode_images(
-    slices: list[Slice], labels: list[int], fit: Fit, path: str = "", offset: int = 0
+    slices: list[Slice],
+    labels: list[int],
+    fit: Fit,
+    path: str = "",
+    offset: int = 0,
 ) -> Decoded:
     """Decode images and write their pixels consecutively into the file `path`. Raises OSError.
 
@@ -114,7 +118,11 @@ def decode_images(
 
 
 def write_files(
-    slices: list[Slice], labels: list[int], fit: Fit, path: str, offset: int
+    slices: list[Slice],
+    labels: list[int],
+    fit: Fit,
+    path: str,
+    offset: int,
 ) -> list[int]:
     """Write images as JPEG files consecutively; return their checksums (n,). Raises OSError."""
     checksums = [0] * len(slices)
@@ -158,7 +166,10 @@ def start_workers(jobs: int) -> Iterator[Run]:
         pool = ProcessPoolExecutor(jobs, context, _begin, (os.getpid(),))
 
     def run(
-        what: str, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]], images: int
+        what: str,
+        function: Callable[..., Any],
+        tasks: Iterable[tuple[Any, ...]],
+        images: int,
     ) -> Iterator[Any]:
         def begin(task: tuple[Any, ...]) -> tuple[Callable[[], Any], int]:
             if not pool:
