@@ -24,7 +24,7 @@ import numpy as np
 
 from hpctrain.config import Shares
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
-from hpctrain.data.orders import assign, check_splits, cut, shuffled
+from hpctrain.data.orders import assign, check_splits, divide_by_shares, shuffled
 from hpctrain.data.pack import (
     ALIASES,
     LAYOUTS,
@@ -44,6 +44,8 @@ from hpctrain.text import brief, listed, printable
 DEFAULT_SPLIT = "0.9,0.1"
 TYPES = (*FULL, *FLOATS)  # little endian
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
+USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
+USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
 CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # of netCDF
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
@@ -67,72 +69,119 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     """
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
-        infos, labels, layout, sizes, notes = read_content(file, how)
-    first = next(iter(infos))
-    images = infos[first].images
-    values = np.unique(labels[first])
-    for split, info in infos.items():
-        kind = info.images.shape[1:], info.images.dtype
-        train_kind = images.shape[1:], images.dtype
-        if kind != train_kind:
-            raise UsageError(f"{path}: images of {split} are {kind}, those of train {train_kind}")
-        others = np.setdiff1d(labels[split], values)
-        if len(others):
-            raise UsageError(f"{path}: class {others[0]} has no image in train")
-    height, width, channels = (*(images.shape[axis] for axis in LAYOUTS[layout][1:]), 1)[:3]
-    block_rows = choose_block_rows(images, len(values), how.block_rows)
-    pack = Pack(
-        path,
-        "",
-        (height, width, channels),
-        tuple(printable(str(value), newlines=False) for value in values.tolist()),
-        {"train": infos[first]},
-        sizes,
-        provenance={
-            "source": os.path.basename(path),
-            "images": images.dataset,
-            "notes": notes,
-        },
-        layout=layout,
-        scale=Scale(images.dtype, how.max_value or FULL.get(images.dtype, 1.0)),
-        block_rows=block_rows,
-        external=how._replace(layout=layout, block_rows=block_rows)._asdict(),
-    )
-    probes = {split: _probe(pack, info, how.max_value is not None) for split, info in infos.items()}
-    scale = pack.scale._replace(low=probes[first].low, high=probes[first].high)
-    splits = dict[str, SplitInfo]()
-    identity = [layout, pack.divisor, how.labels]  # of the content, not of the path
-    for split, info in infos.items():
-        probe = probes[split]
-        scale_of_split = pack.scale._replace(low=probe.low, high=probe.high)
-        if scale_of_split.is_unlike(scale):
-            notes.append(f"{split} has {scale_of_split}, and train {scale}")
-        identity += [info.images.dtype, info.images.shape, info.images.dataset]
-        identity += [zlib.crc32(as_bytes(labels[split])), probe.crc32]
-        classes = np.searchsorted(values, labels[split]).astype(np.min_scalar_type(len(values)))
+        content = read_content(file, how)
+    train = next(iter(content.infos))  # its name, which is "" without given splits
+    values = np.unique(content.labels[train])
+    check_alike(path, content, train, values)
+    pack = describe(path, content, train, values, how)
+    probes = {
+        split: _probe(pack, info, has_max_value=how.max_value is not None)
+        for split, info in content.infos.items()
+    }
+    scales = {
+        split: pack.scale._replace(low=probe.low, high=probe.high)
+        for split, probe in probes.items()
+    }
+    splits: dict[str, SplitInfo] = {}
+    identity = [content.layout, pack.divisor, how.labels]  # of the content, not of the path
+    for split, info in content.infos.items():
+        if scales[split].is_unlike(scales[train]):
+            content.notes.append(f"{split} has {scales[split]}, and train {scales[train]}")
+        labels = content.labels[split]
+        identity += [
+            info.images.dtype,
+            info.images.shape,
+            info.images.dataset,
+            zlib.crc32(as_bytes(labels)),
+            probes[split].crc32,
+        ]
+        classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
         for name, rows in draw(pack, split, classes, how).items():
             splits[name] = info._replace(
                 samples=len(rows),
                 labels=classes[rows],
                 rows=rows.astype(np.min_scalar_type(info.samples)),
-                probe=probe.crc32,
+                probe=probes[split].crc32,
             )
-    number = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(identity))
-    return replace(pack, uuid=str(number), splits=splits, scale=scale)
+    return replace(
+        pack,
+        uuid=str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(identity))),
+        splits=splits,
+        scale=scales[train],
+    )
+
+
+def check_alike(path: str, content: Content, train: str, values: np.ndarray) -> None:
+    """Raise UsageError for a split with other images than train, or other labels than `values`."""
+    images = content.infos[train].images
+    train_kind = images.shape[1:], images.dtype
+    for split, info in content.infos.items():
+        kind = info.images.shape[1:], info.images.dtype
+        if kind != train_kind:
+            raise UsageError(f"{path}: images of {split} are {kind}, those of train {train_kind}")
+        others = np.setdiff1d(content.labels[split], values)
+        if len(others):
+            raise UsageError(f"{path}: class {others[0]} has no image in train")
+
+
+def describe(
+    path: str,
+    content: Content,
+    train: str,
+    values: np.ndarray,
+    how: External,
+) -> Pack:
+    """Return what is known of a file before its splits are drawn, with train alone.
+
+    `values` (K,) are the labels of the classes, in order.
+    """
+    images = content.infos[train].images
+    sides = [images.shape[axis] for axis in LAYOUTS[content.layout][1:]]
+    height, width, channels = [*sides, 1][:3]
+    block_rows = choose_block_rows(images, len(values), how.block_rows)
+    return Pack(
+        path=path,
+        uuid="",
+        image_shape=(height, width, channels),
+        classes=tuple(printable(str(value), newlines=False) for value in values.tolist()),
+        splits={"train": content.infos[train]},
+        sizes=content.sizes,
+        provenance={
+            "source": os.path.basename(path),
+            "images": images.dataset,
+            "notes": content.notes,
+        },
+        layout=content.layout,
+        scale=Scale(
+            dtype=images.dtype,
+            divisor=how.max_value or FULL.get(images.dtype, 1.0),
+        ),
+        block_rows=block_rows,
+        external=how._replace(layout=content.layout, block_rows=block_rows)._asdict(),
+    )
 
 
 def read_content(file: h5py.File, how: External) -> Content:
     """Locate the images of all splits, and read the labels. Raises Unusable."""
-    content = Content({}, {}, how.layout or "", {}, [])
+    content = Content(
+        infos={},
+        labels={},
+        layout=how.layout or "",
+        sizes={},
+        notes=[],
+    )
     for split, name in find_splits(file, how).items():
         images = find_dataset(file, how.images.replace("{split}", name))
         labels = find_dataset(file, how.labels.replace("{split}", name))
         content = content._replace(layout=choose_layout(images, content.layout))
         stored = locate_dataset(images, content.sizes)
-        values = read_labels(labels, len(images))
-        path = os.path.abspath(os.fsdecode(images.file.filename))
-        content.infos[split] = SplitInfo(path, len(images), stored, values)
-        content.labels[split] = values
+        content.labels[split] = read_all_labels(labels, len(images))
+        content.infos[split] = SplitInfo(
+            path=os.path.abspath(os.fsdecode(images.file.filename)),
+            samples=len(images),
+            images=stored,
+            labels=content.labels[split],
+        )
         unused = [attribute for attribute in CONVENTIONS if attribute in images.attrs]
         if unused:
             content.notes.append(f"{listed(unused)} of {images.name} are not applied")
@@ -157,8 +206,10 @@ def find_splits(file: h5py.File, how: External) -> dict[str, str]:
         if names:
             name_of[split] = names[0]
     if "train" not in name_of:
-        words = ", ".join(chain(*ALIASES.values()))
-        raise Unusable(f"--images {how.images}: none of train; {{split}} stands for {words}")
+        raise Unusable(
+            f"--images {how.images}: none of train; {{split}} stands for"
+            f" {', '.join(chain(*ALIASES.values()))}"
+        )
     return name_of
 
 
@@ -171,37 +222,41 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
     shape = data.shape or ()
     check_type(data)
     with open(data.file.filename, "rb") as file:
-        usual = {3: "NWH", 4: "NCWH"} if file.read(len(MATLAB)) == MATLAB else {3: "NHW"}
+        is_matlab = file.read(len(MATLAB)) == MATLAB
+    usual = USUAL_OF_MATLAB if is_matlab else USUAL
     chosen = layout or usual.get(len(shape), "NHWC")
     if len(shape) not in (3, 4):
-        way = f"write them anew, {reshaped(data, '.reshape(N, H, W)')}, or (N, H, W, C)"
-        raise Unusable(f"{name} have shape {shape}: {way}")
+        raise Unusable(
+            f"{name} have shape {shape}: write them anew, {reshaped(data, '.reshape(N, H, W)')}, or"
+            " (N, H, W, C)"
+        )
     if 0 in shape:
         raise Unusable(f"{name} have shape {shape}: they hold nothing")
     if len(shape) != len(LAYOUTS[chosen]):
         raise Unusable(f"{name} have shape {shape}, which is not {chosen}: say --layout")
     if not layout and len(shape) == 4 and shape[LAYOUTS[chosen][3]] > MOST_CHANNELS:
-        ways = "--layout NHWC, NCHW or (of MATLAB) NCWH"
-        raise Unusable(f"{name} have shape {shape}: say {ways}")
+        raise Unusable(f"{name} have shape {shape}: say --layout NHWC, NCHW or (of MATLAB) NCWH")
     return chosen
 
 
 def check_type(data: h5py.Dataset) -> None:
     """Raise Unusable for images of a type that is not read, with what to do instead."""
-    kind = data.dtype
+    dtype = data.dtype
     size = data.id.get_type().get_size()
-    what = f"the images {data.name} are {kind} of {size} bytes, not one of {', '.join(TYPES)}"
-    if kind in TYPES and kind.isnative:
-        if size != kind.itemsize:  # h5py names bfloat16 float32
+    what = f"the images {data.name} are {dtype} of {size} bytes, not one of {', '.join(TYPES)}"
+    if dtype in TYPES and dtype.isnative:
+        if size != dtype.itemsize:  # h5py names bfloat16 float32
             raise Unusable(f"{what}: write them as float32")
         return
-    if kind.kind not in "biuf":
+    if dtype.kind not in "biuf":
         raise Unusable(f"{what}: write pixels, as uint8 (N, H, W, C); hp.write_pack does so")
-    wanted = str(kind.newbyteorder("="))
+    wanted = str(dtype.newbyteorder("="))
     if wanted == "bool":
         wanted = "uint8"
+    elif wanted not in TYPES and dtype.itemsize <= 2:
+        wanted = "float32"
     elif wanted not in TYPES:
-        wanted = "float32" if kind.itemsize <= 2 else "float64"
+        wanted = "float64"
     raise Unusable(f"{what}: write them anew, {reshaped(data, f'.astype({wanted!r})')}")
 
 
@@ -210,7 +265,7 @@ def reshaped(data: h5py.Dataset, how: str) -> str:
     return f"file['new'] = file['{data.name}'][:]{how}"
 
 
-def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
+def read_all_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
     """Read all labels, (N,) int64, or strings. Raises Unusable."""
     locate_dataset(data, {})
     name = f"the labels {data.name}"
@@ -228,8 +283,10 @@ def read_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
         hot = ((values == 1).sum(axis=1) == 1) & ((values != 0).sum(axis=1) == 1)
         if not hot.all():
             row = int(hot.argmin())
-            why = f"row {row} is {brief(values[row].tolist())}, not a single 1"
-            raise Unusable(f"{name} are not one-hot: {why}; write the class of each image, (N,)")
+            raise Unusable(
+                f"{name} are not one-hot: row {row} is {brief(values[row].tolist())}, not a single"
+                " 1; write the class of each image, (N,)"
+            )
         values = values.argmax(axis=1)
     values = one_each(values, name, samples)
     with np.errstate(invalid="ignore"):  # of NaN
@@ -257,8 +314,10 @@ def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
     for text in distinct:
         other = spellings.setdefault(unicodedata.normalize("NFC", text.strip()), text)
         if other != text:
-            ways = "which differ in spaces around them or in Unicode normalization alone"
-            raise Unusable(f"{name} hold {other!a} and {text!a}, {ways}: write them alike")
+            raise Unusable(
+                f"{name} hold {other!a} and {text!a}, which differ in spaces around them or in"
+                " Unicode normalization alone: write them alike"
+            )
     is_numbered = all(re.fullmatch("0|[1-9][0-9]{0,17}", text) for text in distinct)
     return names.astype(np.int64) if is_numbered else names
 
@@ -266,8 +325,10 @@ def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
 def one_each(values: np.ndarray, name: str, samples: int) -> np.ndarray:
     """Return labels of one value per image as (N,), whatever axes there are. Raises Unusable."""
     if values.size != samples or max(values.shape) != samples:
-        wanted = f"({samples},) or one-hot ({samples}, K)"
-        raise Unusable(f"{name} have shape {values.shape}, and {samples:,} images need {wanted}")
+        raise Unusable(
+            f"{name} have shape {values.shape}, and {samples:,} images need ({samples},) or one-hot"
+            f" ({samples}, K)"
+        )
     return values.reshape(-1)
 
 
@@ -294,7 +355,8 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
     if split:
         return {split: _in_random_order(everything, block_rows, how.seed, split)}
     shares = Shares(how.split or DEFAULT_SPLIT)
-    way = advice = ""
+    way = ""
+    advice = ""
     images = pack.splits["train"].images
     if block_rows:
         splits = _assign_blocks(labels, shares, block_rows, how.seed)
@@ -308,16 +370,25 @@ def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str,
         for position, name in enumerate(SPLITS)
     }
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
-    check_splits(drawn, labels, pack.classes, wanted, pack.path, way, advice)
+    check_splits(
+        drawn,
+        labels=labels,
+        classes=pack.classes,
+        wanted=wanted,
+        source=pack.path,
+        way=way,
+        advice=advice,
+    )
     return {name: rows for name, rows in drawn.items() if len(rows)}
 
 
 def chunk_advice(images: Stored, path: str) -> str:
     """Return what helps where the chunks of a file are too large to draw splits from."""
     chunk = "x".join(map(str, (1, *images.shape[1:])))
-    repack = f"h5repack -l {images.dataset}:CHUNK={chunk} {path} new.h5"
-    cause = f"its chunks of {images.chunk_rows:,} images are read whole"
-    return f"{cause}: write smaller ones, '{repack}', or a pack with hp.write_pack"
+    return (
+        f"its chunks of {images.chunk_rows:,} images are read whole: write smaller ones,"
+        f" 'h5repack -l {images.dataset}:CHUNK={chunk} {path} new.h5', or a pack with hp.write_pack"
+    )
 
 
 def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: int) -> np.ndarray:
@@ -330,7 +401,7 @@ def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: in
     order = shuffled(np.arange(blocks), seed, "pack split")
     middles = np.minimum(np.arange(blocks) * block_rows + block_rows // 2, len(labels) - 1)
     order = order[np.argsort(labels[middles][order], kind="stable")]
-    counts = cut(blocks, shares)
+    counts = divide_by_shares(blocks, shares)
     turns = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in counts])
     splits = np.empty(blocks, np.int32)
     splits[order] = np.repeat(np.arange(len(counts)), counts)[np.argsort(turns, kind="stable")]
@@ -374,9 +445,17 @@ def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> ProbedImages:
     low = float(images.min())
     high = float(images.max())
     if not has_max_value and images.dtype.kind == "f" and not is_unit(low, high):
-        divisor = next((f"{d:g}" for d in FULL.values() if high <= d), f"{high:g}")
-        way = f"--max-value {divisor}, which divides them by {divisor}, or " if low >= 0 else ""
-        text = f"{where} has values from {low:g} to {high:g}, not from 0 to 1"
-        raise UsageError(f"{text}: train with {way}--max-value 1, which takes them as they are")
-    limits = (float(f"{value * (pack.divisor or 1):.6g}") for value in (low, high))
-    return ProbedImages(zlib.crc32(as_bytes(images)), *limits)
+        way = ""
+        if low >= 0:
+            divisor = next((full for full in FULL.values() if high <= full), high)
+            way = f"--max-value {divisor:g}, which divides them by {divisor:g}, or "
+        raise UsageError(
+            f"{where} has values from {low:g} to {high:g}, not from 0 to 1: train with"
+            f" {way}--max-value 1, which takes them as they are"
+        )
+    whole = pack.divisor or 1
+    return ProbedImages(
+        crc32=zlib.crc32(as_bytes(images)),
+        low=float(f"{low * whole:.6g}"),
+        high=float(f"{high * whole:.6g}"),
+    )

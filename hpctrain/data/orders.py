@@ -40,7 +40,9 @@ class Order:
     """
 
     def __init__(self, partition: Partition, seed: int = 0, everywhere: bool = False) -> None:
-        self.partition, self.seed, self.everywhere = partition, seed, everywhere
+        self.partition = partition
+        self.seed = seed
+        self.everywhere = everywhere
         self._newest: dict[object, tuple[object, Any]] = {}
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
@@ -55,11 +57,18 @@ class Order:
 
     def _draw(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """Return what these positions have in a permutation of all that the shard may read."""
-        pool = () if self.everywhere else (shard,)
-        n = self.partition.samples if self.everywhere else self.partition.sizes[shard]
-        first += self.partition.starts[shard] if self.everywhere else 0
+        if self.everywhere:
+            n = self.partition.samples
+            first += self.partition.starts[shard]
+        else:
+            n = self.partition.sizes[shard]
+        pool = self._pool(shard)
         permutation = self._permutation(("order", *pool), epoch, n, "order", epoch, *pool)
         return permutation(np.arange(first, first + count))
+
+    def _pool(self, shard: int) -> tuple[int, ...]:
+        """Return what names the samples that the shard may read, in keys of random numbers."""
+        return () if self.everywhere else (shard,)
 
     def _permutation(self, place: object, epoch: int, n: int, *key: int | str) -> Permutation:
         return self._keep_newest(place, epoch, lambda: Permutation(n, random_key(self.seed, *key)))
@@ -67,7 +76,7 @@ class Order:
     def _keep_newest(self, place: object, version: object, make: Callable[[], Made]) -> Made:
         """Return `make()`, cached under `place` until another version is requested there."""
         if place not in self._newest or self._newest[place][0] != version:
-            self._newest[place] = version, make()
+            self._newest[place] = (version, make())
         made: Made = self._newest[place][1]
         return made
 
@@ -93,7 +102,8 @@ class BlockOrder(Order):
     ) -> None:
         """A block has `block_rows` samples, or fewer at the ends of a partition."""
         super().__init__(partition, seed)
-        self.block_rows, self.window_blocks = block_rows, window_blocks
+        self.block_rows = block_rows
+        self.window_blocks = window_blocks
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         windows = self.windows(epoch, shard, first, count)
@@ -108,7 +118,8 @@ class BlockOrder(Order):
         count: int,
     ) -> Iterator[tuple[Window, np.ndarray]]:
         """Yield the windows of these positions, each with the positions within the window."""
-        ends, end = self._blocks(epoch, shard)[1], first + count
+        _, ends = self._blocks(epoch, shard)
+        end = first + count
         while first < end:
             number = int(np.searchsorted(ends, first, "right")) // self.window_blocks
             make = partial(self.window, epoch, shard, number)
@@ -124,8 +135,12 @@ class BlockOrder(Order):
         chosen = blocks[first : first + self.window_blocks]
         samples = np.concatenate([np.arange(start, stop) for start, stop in chosen.tolist()])
         key = random_key(self.seed, "window", epoch, shard, number)
-        start = int(ends[first - 1]) if first else 0
-        return Window(number, start, samples, Permutation(len(samples), key))
+        return Window(
+            number=number,
+            start=int(ends[first - 1]) if first else 0,
+            samples=samples,
+            order=Permutation(len(samples), key),
+        )
 
     def count(self, shard: int) -> int:
         """Return the number of windows in a shard's epoch."""
@@ -162,16 +177,25 @@ class BalancedOrder(Order):
         self.labels_of = labels_of
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        pool, classes = () if self.everywhere else (shard,), self.classes(shard)
+        pool = self._pool(shard)
+        classes = self.classes(shard)
         first_class = random_key(self.seed, "first class", epoch, *pool) % len(classes)
         rounds, numbers = np.divmod(self._draw(epoch, shard, first, count), len(classes))
         numbers = (numbers + first_class) % len(classes)
         drawn = np.empty(count, np.int64)
         for number in np.unique(numbers).tolist():
-            own, places = classes[number], np.flatnonzero(numbers == number)
-            key = "class", epoch, number, *pool
-            order = self._permutation(("class", number, pool), epoch, len(own), *key)
-            drawn[places] = own[order(rounds[places] % len(own))]
+            members = classes[number]
+            places = np.flatnonzero(numbers == number)
+            order = self._permutation(
+                ("class", number, pool),
+                epoch,
+                len(members),
+                "class",
+                epoch,
+                number,
+                *pool,
+            )
+            drawn[places] = members[order(rounds[places] % len(members))]
         return drawn
 
     def classes(self, shard: int) -> list[np.ndarray]:
@@ -191,10 +215,10 @@ class BalancedOrder(Order):
 
         These are means over epochs.
         """
-        there = self.classes(shard)
-        labels = self.labels_of(np.array([samples[0] for samples in there]))
+        members = self.classes(shard)
+        labels = self.labels_of(np.array([samples[0] for samples in members]))
         drawn = np.zeros(classes)
-        drawn[labels] = self.partition.sizes[shard] / len(there)
+        drawn[labels] = self.partition.sizes[shard] / len(members)
         return drawn
 
 
@@ -228,7 +252,9 @@ class Permutation:
 
     def __init__(self, n: int, key: int, kept: int = KEPT) -> None:
         self.n = n
-        self._drawn = random_order(n, key).astype(np.uint32) if n <= kept else None
+        self._drawn: np.ndarray | None = None
+        if n <= kept:
+            self._drawn = random_order(n, key).astype(np.uint32)
         self._half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))  # bits of each half
         self._mask = np.uint64((1 << int(self._half)) - 1)
         self._keys = [np.uint64(random_key(key, "round", r)) for r in range(ROUNDS)]
@@ -243,9 +269,12 @@ class Permutation:
         return numbers.astype(np.int64)
 
     def _network(self, numbers: np.ndarray) -> np.ndarray:
-        left, right = numbers >> self._half, numbers & self._mask
+        left = numbers >> self._half
+        right = numbers & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & self._mask)
+            mixed = left ^ (_mixed(right ^ key) & self._mask)
+            left = right
+            right = mixed
         return (left << self._half) | right
 
 
@@ -273,7 +302,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
+def divide_by_shares(count: int, shares: tuple[Fraction, ...]) -> list[int]:
     """Divide `count` by `shares` into integers with that sum; largest remainders are rounded up."""
     total = sum(shares)
     exact = [count * share / total for share in shares]
@@ -288,7 +317,8 @@ def assign(labels: np.ndarray, shares: tuple[Fraction, ...], seed: int) -> np.nd
     """Return the split of every sample: (N,) indices into SPLITS. Labels (N,) are 0 ... K-1."""
     rows = shuffled(np.arange(len(labels)), seed, "pack split")
     splits = np.empty(len(labels), np.int32)
-    splits[rows] = fill(labels[rows], [cut(n, shares) for n in np.bincount(labels).tolist()])
+    counts = np.bincount(labels).tolist()
+    splits[rows] = fill(labels[rows], [divide_by_shares(count, shares) for count in counts])
     return splits
 
 
@@ -331,10 +361,13 @@ def check_splits(
     """
     for name in wanted:
         if not len(rows[name]):
-            what = f"--split leaves none of {len(labels):,} images of {source} for {name}{way}"
-            raise UsageError(f"{what}: {advice or 'give it a larger share or more images'}")
+            raise UsageError(
+                f"--split leaves none of {len(labels):,} images of {source} for {name}{way}:"
+                f" {advice or 'give it a larger share or more images'}"
+            )
     trained = np.bincount(labels[rows["train"]], minlength=len(classes))
     for label in np.flatnonzero(trained == 0)[:1].tolist():
-        where = f"class {classes[label]} of {source} has no image in train{way}"
-        usual = "give train a larger share, or the class more images"
-        raise UsageError(f"{where}: {advice or usual}")
+        raise UsageError(
+            f"class {classes[label]} of {source} has no image in train{way}:"
+            f" {advice or 'give train a larger share, or the class more images'}"
+        )

@@ -31,7 +31,7 @@ READ_BYTES = 4 << 20  # of consecutive samples that are read at once if the orde
 def even_shares(total: int, parts: int) -> tuple[int, ...]:
     """Divide `total` into `parts` shares that differ by at most one; the first are the larger."""
     share, remainder = divmod(total, parts)
-    return tuple(share + (j < remainder) for j in range(parts))
+    return (share + 1,) * remainder + (share,) * (parts - remainder)
 
 
 def cut_last_step(
@@ -51,7 +51,9 @@ def cut_last_step(
         return cut
     filled = next(n for n, room in enumerate(accumulate(shares), start=1) if room >= samples)
     cut = even_shares(samples, filled)
-    return cut + (0,) * (len(shares) - filled) if cut[-1] >= min_samples else None
+    if cut[-1] < min_samples:
+        return None
+    return cut + (0,) * (len(shares) - filled)
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,15 @@ class Partition:
 
     def count(self, step: int, shard: int) -> int:
         """Return the number of samples of `shard` in `step` (from 0 within the epoch), m_j."""
-        return self.last[shard] if step == self.steps - 1 else self.shares[shard]
+        if step == self.steps - 1:
+            return self.last[shard]
+        return self.shares[shard]
 
     def total(self, step: int) -> int:
         """Return the number of samples of all shards in `step`, M."""
-        return sum(self.last) if step == self.steps - 1 else self.batch_size
+        if step == self.steps - 1:
+            return sum(self.last)
+        return self.batch_size
 
 
 def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) -> Partition:
@@ -97,11 +103,16 @@ def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) 
     normalises one value per image and channel. Raises UsageError if this is impossible.
     """
     batch_size = min(batch_size, samples)
-    rest, fits = samples % batch_size or batch_size, batch_size // shards >= max(min_samples, 1)
-    shares = even_shares(batch_size, shards) if fits else ()  # there may be 10^12 that do not fit
-    last = cut_last_step(rest, shares, min_samples) if fits else None
+    rest = samples % batch_size or batch_size
+    shares: tuple[int, ...] = ()
+    last: tuple[int, ...] | None = None
+    if batch_size // shards >= max(min_samples, 1):  # else there may be 10^12 that do not fit
+        shares = even_shares(batch_size, shards)
+        last = cut_last_step(rest, shares, min_samples)
     if last is None:
-        why = " (the model normalizes one value per image and channel)" if min_samples > 1 else ""
+        why = ""
+        if min_samples > 1:
+            why = " (the model normalizes one value per image and channel)"
         raise UsageError(
             f"{samples:,} training images in mini-batches of {batch_size:,}, the last one of"
             f" {rest:,}, cannot be cut into {shards:,} shards of {min_samples} or more images{why}:"
@@ -128,11 +139,14 @@ def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[r
     rank that would finish first with it, in a tie to the first. Raises UsageError.
     """
     if size > shards:
-        fewer = f"start at most {shards}, or a new run with --shards {size}"
-        raise UsageError(f"{size} ranks cannot carry {shards} shards: {fewer}")
+        raise UsageError(
+            f"{size} ranks cannot carry {shards} shards: start at most {shards}, or a new run with"
+            f" --shards {size}"
+        )
     if loads and len(loads) != size:
         raise UsageError(f"--worker-load names {len(loads)} ranks, but there are {size}")
-    counts, speeds = [1] * size, loads or [1.0] * size
+    counts = [1] * size
+    speeds = loads or [1.0] * size
     heap = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # with one shard more
     heapq.heapify(heap)
     for _ in range(shards - size):

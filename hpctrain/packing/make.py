@@ -40,7 +40,7 @@ import hpctrain
 from hpctrain.config import PackConfig, Size
 from hpctrain.cores import core_count
 from hpctrain.data.images import CHANGES, BadImage, Change, Fit, few_gray_levels, probe
-from hpctrain.data.orders import assign, check_splits, cut, fill, shuffled
+from hpctrain.data.orders import assign, check_splits, divide_by_shares, fill, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.split import Bad, Split, pieces
@@ -358,7 +358,7 @@ def _draw(
     equal files, or if `balanced`, those of a manifest.
     """
     counts = np.bincount(labels).tolist()
-    wanted = np.array([cut(count, shares) for count in counts])  # (K, S)
+    wanted = np.array([divide_by_shares(count, shares) for count in counts])  # (K, S)
     if balanced and len(set(shares)) == 1:  # else the first folds get the remainder of every class
         first = np.cumsum([0, *counts]) % len(shares)
         wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
