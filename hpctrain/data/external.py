@@ -73,9 +73,9 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     train = next(iter(content.infos))  # its name, which is "" without given splits
     values = np.unique(content.labels[train])
     check_alike(path, content, train, values)
-    pack = describe(path, content, train, values, how)
+    pack = describe_file(path, content, train, values, how)
     probes = {
-        split: _probe(pack, info, has_max_value=how.max_value is not None)
+        split: _probe_images(pack, info, has_max_value=how.max_value is not None)
         for split, info in content.infos.items()
     }
     scales = {
@@ -96,7 +96,7 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
             probes[split].crc32,
         ]
         classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
-        for name, rows in draw(pack, split, classes, how).items():
+        for name, rows in draw_splits(pack, split, classes, how).items():
             splits[name] = info._replace(
                 samples=len(rows),
                 labels=classes[rows],
@@ -124,7 +124,7 @@ def check_alike(path: str, content: Content, train: str, values: np.ndarray) -> 
             raise UsageError(f"{path}: class {others[0]} has no image in train")
 
 
-def describe(
+def describe_file(
     path: str,
     content: Content,
     train: str,
@@ -345,7 +345,7 @@ def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
     return unit * max(1, min(READ_BYTES // (unit * images.row_bytes), units // blocks))
 
 
-def draw(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str, np.ndarray]:
+def draw_splits(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str, np.ndarray]:
     """Draw the rows of every split of a file, given the labels (N,); of a `split`, shuffle them.
 
     Raises what `check_splits` raises.
@@ -428,7 +428,7 @@ class ProbedImages(NamedTuple):
     high: float
 
 
-def _probe(pack: Pack, info: SplitInfo, has_max_value: bool) -> ProbedImages:
+def _probe_images(pack: Pack, info: SplitInfo, has_max_value: bool) -> ProbedImages:
     """Read some images of a file.
 
     Raises UsageError if they are not finite, or beyond [0, 1] and --max-value was not given.

@@ -46,14 +46,14 @@ def cut_last_step(
     that fails.
     """
     sums = [*accumulate(shares, initial=0)]
-    cut = tuple(samples * b // sums[-1] - samples * a // sums[-1] for a, b in pairwise(sums))
-    if all(r == 0 or r >= min_samples for r in cut):
-        return cut
+    last = tuple(samples * b // sums[-1] - samples * a // sums[-1] for a, b in pairwise(sums))
+    if all(r == 0 or r >= min_samples for r in last):
+        return last
     filled = next(n for n, room in enumerate(accumulate(shares), start=1) if room >= samples)
-    cut = even_shares(samples, filled)
-    if cut[-1] < min_samples:
+    last = even_shares(samples, filled)
+    if last[-1] < min_samples:
         return None
-    return cut + (0,) * (len(shares) - filled)
+    return last + (0,) * (len(shares) - filled)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ from hpctrain.packing import workers
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
 from hpctrain.packing.digits import generate
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
-from hpctrain.packing.workers import Run
-from hpctrain.packing.write import PackWriter, write_pack, writing
+from hpctrain.packing.workers import RunTasks
+from hpctrain.packing.write import PackWriter, write_pack, writing_pack
 from hpctrain.report.console import make_console
 from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, listed_names, say
 from hpctrain.watchdog import doing
@@ -121,7 +121,7 @@ def make_pack(config: PackConfig) -> Path:
     if config.source is None:
         raise UsageError("nothing to pack: give a folder, .tgz, .zip, .csv, flowers or digits")
     output = output_path(config, config.source)
-    with writing(output):
+    with writing_pack(output):
         remove_left_behind(output)
         if config.source == "digits":
             pack_digits(config, output)
@@ -155,13 +155,15 @@ def pack_digits(config: PackConfig, output: Path) -> None:
     splits, classes, provenance = generate(config.seed)
     if config.split != PackConfig.split:
         provenance["split"] = str(config.split)
-        made = splits.pop("train"), splits.pop("test")
-        images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
-        drawn = assign(labels, config.split, config.seed)
-        for number in np.unique(drawn).tolist():
+        train_images, train_labels = splits.pop("train")
+        test_images, test_labels = splits.pop("test")
+        images = np.concatenate([train_images, test_images])
+        labels = np.concatenate([train_labels, test_labels])
+        numbers = assign(labels, config.split, config.seed)
+        for number in np.unique(numbers).tolist():
             name = SPLITS[number]
-            rows = shuffled(np.flatnonzero(drawn == number), config.seed, "pack order", name)
-            splits[name] = images[rows], labels[rows]
+            rows = shuffled(np.flatnonzero(numbers == number), config.seed, "pack order", name)
+            splits[name] = (images[rows], labels[rows])
     write_pack(output, splits, classes, provenance, overwrite=True)
 
 
@@ -171,12 +173,19 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
         total = len(source.names)
         jobs = config.jobs or core_count()
         jobs = max(1, min(jobs, total // MIN_IMAGES_PER_JOB))
-        with workers.start_workers(jobs) as run:
-            fit = choose_fit(config, source, run)
-            find_equal_files(source, run)
+        with workers.start_workers(jobs) as run_tasks:
+            fit = choose_fit(config, source, run_tasks)
+            find_equal_files(source, run_tasks)
             while True:
                 try:
-                    return write_images(config, source, fit, run, jobs, output)
+                    return write_images(
+                        config,
+                        source=source,
+                        fit=fit,
+                        run_tasks=run_tasks,
+                        jobs=jobs,
+                        output=output,
+                    )
                 except BadFiles as error:
                     files = np.bincount(source.labels)
                     drop_unreadable(source, error.args[0])
@@ -219,7 +228,7 @@ def no_image_error(source: Source) -> UsageError:
     return UsageError(f"{text} is an image")
 
 
-def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
+def choose_fit(config: PackConfig, source: Source, run_tasks: RunTasks) -> Fit:
     """Return the size and channels of the pack, reading as few headers as necessary.
 
     Without --size, all images must have the size of the first readable one; without --channels,
@@ -237,7 +246,8 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
     exact = not size
     if exact or not channels:
         rows = np.arange(len(source.names))
-        with closing(_read(source, rows, run, workers.read_each, probe)) as headers:
+        reading = _read_files(source, rows, run_tasks, workers.read_each, probe)
+        with closing(reading) as headers:
             for row, (name, header) in enumerate(zip(source.names, headers, strict=True)):
                 if isinstance(header, BadImage):  # found again when it is decoded
                     bad[row] = str(header)
@@ -259,10 +269,17 @@ def choose_fit(config: PackConfig, source: Source, run: Run) -> Fit:
         raise no_image_error(source)
     if not channels:
         channels = 3 if has_colour else 1
-    return Fit(*size, channels, config.crop, config.background)
+    width, height = size
+    return Fit(
+        width=width,
+        height=height,
+        channels=channels,
+        crop=config.crop,
+        background=config.background,
+    )
 
 
-def find_equal_files(source: Source, run: Run) -> None:
+def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
     """Give equal files equal numbers in `source.duplicate_of`.
 
     Only files of equal size are hashed (in a .zip, of equal CRC-32): all their bytes.
@@ -270,14 +287,15 @@ def find_equal_files(source: Source, run: Run) -> None:
     source.duplicate_of = np.arange(len(source.names))
     rows = source.duplicate_of
     if source.kind == "folder":
-        keys = np.fromiter(_read(source, rows, run, workers.read_sizes), np.int64, len(rows))
+        sizes = _read_files(source, rows, run_tasks, workers.read_sizes)
+        keys = np.fromiter(sizes, np.int64, len(rows))
     elif source.kind == "zip":
         keys = source.places[:, 3]  # CRC-32
     else:
         keys = source.places[:, 2]  # size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    results = _read(source, rows, run, workers.read_each, workers.sha256)
+    results = _read_files(source, rows, run_tasks, workers.read_each, workers.sha256)
     texts = (b"" if isinstance(result, BadImage) else result for result in results)
     digests = np.fromiter(texts, "S32", len(rows))
     is_read = digests != b""
@@ -286,17 +304,17 @@ def find_equal_files(source: Source, run: Run) -> None:
     source.duplicate_of[rows] = rows[first][numbers]
 
 
-def _read(
+def _read_files(
     source: Source,
     rows: np.ndarray,
-    run: Run,
+    run_tasks: RunTasks,
     function: Callable[..., list[Any]],
     *options: Any,
 ) -> Generator[Any]:
     """Yield what a function of slices returns for these images."""
     starts = range(0, len(rows), IMAGES_PER_TASK)
     tasks = ((source.slices(rows[at : at + IMAGES_PER_TASK]), *options) for at in starts)
-    for results in run("reading", function, tasks, len(rows)):
+    for results in run_tasks("reading", function, tasks, len(rows)):
         yield from results
 
 
@@ -321,7 +339,12 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
         number, count = config.fold
         held_out = VALIDATION if (splits == TEST).any() else TEST
         rows = shuffled(np.flatnonzero(splits != TEST), config.seed, "pack split")
-        folds = _draw(labels[rows], together[rows], (Fraction(1, count),) * count, True)
+        folds = _assign_groups(
+            labels[rows],
+            groups=together[rows],
+            shares=(Fraction(1, count),) * count,
+            balanced=True,
+        )
         splits[rows] = np.where(folds == number - 1, held_out, TRAIN)
         wanted = [SPLITS[held_out]]
         way = f" by --fold {config.fold}"
@@ -338,9 +361,21 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     splits[splits < latest[together]] = NO_SPLIT  # left out
     rows = np.flatnonzero(latest[together] == NO_SPLIT)
     rows = shuffled(rows, config.seed, "pack split")
-    splits[rows] = _draw(labels[rows], together[rows], shares, is_grouped)
+    splits[rows] = _assign_groups(
+        labels[rows],
+        groups=together[rows],
+        shares=shares,
+        balanced=is_grouped,
+    )
     rows_of = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
-    check_splits(rows_of, labels, source.classes, wanted, source.name, way)
+    check_splits(
+        rows_of,
+        labels=labels,
+        classes=source.classes,
+        wanted=wanted,
+        source=source.name,
+        way=way,
+    )
     return {
         name: shuffled(rows, config.seed, "pack order", name)
         for name, rows in rows_of.items()
@@ -348,7 +383,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     }
 
 
-def _draw(
+def _assign_groups(
     labels: np.ndarray,
     groups: np.ndarray,
     shares: tuple[Fraction, ...],
@@ -374,8 +409,10 @@ def _draw(
         if balanced:
             lack = np.where(wanted > 0, room / np.maximum(wanted, 1), -1.0)
             split = int(np.argmax(need @ lack))
+        elif fits.any():
+            split = int(np.argmax(fits))
         else:
-            split = int(np.argmax(fits)) if fits.any() else int(np.argmax(room.sum(axis=0)))
+            split = int(np.argmax(room.sum(axis=0)))
         splits[members] = split
         room[:, split] -= need
     splits[is_single] = fill(labels[is_single], room.tolist())
@@ -400,7 +437,7 @@ def write_images(
     config: PackConfig,
     source: Source,
     fit: Fit,
-    run: Run,
+    run_tasks: RunTasks,
     jobs: int,
     output: Path,
 ) -> None:
@@ -428,19 +465,27 @@ def write_images(
     sizes = np.zeros(count, np.int64)
     sums = np.zeros((2, fit.channels), np.uint64)  # of train
     bad: dict[int, str] = {}
-    writer = None
-    changed = Changed(np.zeros(count, np.uint32))
+    writer: PackWriter | None = None
+    changed = PackChanges(np.zeros(count, np.uint32))
 
     def tasks(*how: Any) -> Iterator[tuple[Any, ...]]:
         """Yield the arguments of the task of each part."""
         for part in parts:
-            where = (file.name, int(writer.places[part.start])) if writer else ()
-            yield source.slices(order[part]), labels[part].tolist(), *how, *where
+            task = (source.slices(order[part]), labels[part].tolist(), *how)
+            if writer:
+                task = (*task, file.name, int(writer.places[part.start]))
+            yield task
 
     with whole_file(output, point="pack") as file:
         if not is_jpeg:
-            writer = PackWriter(file, counts, labels, shape, names=names)
-        decoded = run("decoding", workers.decode_images, tasks(fit), count)
+            writer = PackWriter(
+                file,
+                counts=counts,
+                labels=labels,
+                image_shape=shape,
+                names=names,
+            )
+        decoded = run_tasks("decoding", workers.decode_images, tasks(fit), count)
         for part, done in zip(parts, decoded, strict=True):
             crc32[part] = done.crc32
             sizes[part] = done.sizes
@@ -453,23 +498,40 @@ def write_images(
         changed.refuse_few_gray_levels(source)
         facts = provenance(source, config, fit, counts) | {"changed": changed.counts()}
         if not writer:
-            writer = PackWriter(file, counts, labels, shape, sizes, names)
-            written = run("writing", workers.write_files, tasks(fit), count)
+            writer = PackWriter(
+                file,
+                counts=counts,
+                labels=labels,
+                image_shape=shape,
+                sizes=sizes,
+                names=names,
+            )
+            written = run_tasks("writing", workers.write_files, tasks(fit), count)
             differs = order[np.concatenate([*written]) != crc32]
             if len(differs):
                 name = source.names[differs[0]]
                 raise RunError(f"{name} was changed while it was packed: pack again")
             anew = changed.count(Change.ENCODED)
-            facts["encoding"] = {"name": "jpeg", "kept": count - anew, "encoded_anew": anew}
+            facts["encoding"] = {
+                "name": "jpeg",
+                "kept": count - anew,
+                "encoded_anew": anew,
+            }
         fit_of_files = ""
         if is_jpeg:
             fit_of_files = "crop" if fit.crop else "stretch"
-        writer.finish(crc32, sums, source.classes, facts, fit_of_files)
+        writer.finish(
+            crc32=crc32,
+            sums=sums,
+            classes=source.classes,
+            provenance=facts,
+            fit=fit_of_files,
+        )
     say_notes(source, config, facts)
     changed.say(source, order, fit)
 
 
-class Changed:
+class PackChanges:
     """What was changed in the images of a pack, in the order of the pack."""
 
     def __init__(self, kinds: np.ndarray) -> None:
@@ -508,15 +570,19 @@ class Changed:
     def say(self, source: Source, order: np.ndarray, fit: Fit) -> None:
         """Print a line for each kind of change, with the images unless all were changed."""
         total = len(order)
-        for change, text in CHANGES.items():
+        for change, template in CHANGES.items():
             rows = order[(self.kinds & change) != 0]
             if len(rows):
-                what = text.format(
-                    largest=self.deepest, background=fit.background, frames=self.frames
+                what = template.format(
+                    largest=self.deepest,
+                    background=fit.background,
+                    frames=self.frames,
                 )
                 names = listed_names(source.names[row] for row in np.sort(rows).tolist())
-                which = f": {names}" if len(rows) < total else ""
-                note(f"{what}: {len(rows):,} of {total:,} images{which}")
+                text = f"{what}: {len(rows):,} of {total:,} images"
+                if len(rows) < total:
+                    text += f": {names}"
+                note(text)
         if self.brightest <= DARK:
             note(f"the largest value of all images is {self.brightest} of 255: they look black")
 
@@ -530,6 +596,9 @@ def provenance(
     """Return what the pack was made of and how, without paths or times."""
     alike = np.bincount(source.duplicate_of)
     skipped = sorted(name for name, _ in source.bad)
+    split_by = "seed"
+    if (source.splits > TRAIN).any():
+        split_by = source.split_by
     way = "as is"
     if fit.crop:
         way = "crop"
@@ -542,14 +611,17 @@ def provenance(
         "fit": way,
         "channels": fit.channels,
         "background": fit.background,
-        "split_by": source.split_by if (source.splits > TRAIN).any() else "seed",
+        "split_by": split_by,
         "split": str(config.split),
         "fold": str(config.fold or ""),
         "seed": config.seed,
         "groups": len(np.unique(source.groups[source.groups >= 0])),
         "hpctrain": hpctrain.__version__,
         "pillow": PIL.__version__,
-        "skipped": {"files": len(skipped), "names": skipped[:SKIPPED_NAMED]},
+        "skipped": {
+            "files": len(skipped),
+            "names": skipped[:SKIPPED_NAMED],
+        },
         "images": counts,
         "duplicates": {
             "groups": int((alike > 1).sum()),
@@ -564,9 +636,10 @@ def say_notes(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> N
     for text in source.notes:
         note(text)
     if "validation" not in facts["images"] and config.split == PackConfig.split:
-        splits = " and ".join(facts["images"])
-        need = "--final best and --patience need validation, too: --split 0.8,0.1,0.1"
-        note(f"the splits are {splits}; {need}")
+        note(
+            f"the splits are {' and '.join(facts['images'])}; --final best and --patience need"
+            " validation, too: --split 0.8,0.1,0.1"
+        )
     bad = len(source.bad)
     if bad:
         note(f"{bad:,} of {bad + len(source.names):,} files left out, they cannot be read")
@@ -582,11 +655,14 @@ def say_equal_files(source: Source, equal: Mapping[str, int]) -> None:
         groups.setdefault(int(source.duplicate_of[row]), []).append(row)
     several = [rows for rows in groups.values() if len({*source.labels[rows].tolist()}) > 1]
     if several:
-        what = f"{counted(len(several), 'group')} of equal files in several classes"
-        note(f"contradictory labels: {what}: {name_groups(source, several)}")
-    files = f"{equal['images']:,} files in {counted(equal['groups'], 'group')}"
-    names = name_groups(source, [*groups.values()])
-    note(f"{files} are equal; left out of earlier splits: {equal['left_out']:,}: {names}")
+        note(
+            f"contradictory labels: {counted(len(several), 'group')} of equal files in several"
+            f" classes: {name_groups(source, several)}"
+        )
+    note(
+        f"{equal['images']:,} files in {counted(equal['groups'], 'group')} are equal; left out of"
+        f" earlier splits: {equal['left_out']:,}: {name_groups(source, [*groups.values()])}"
+    )
 
 
 def name_groups(source: Source, groups: list[list[int]]) -> str:
@@ -620,7 +696,9 @@ def print_table(pack: Pack) -> None:
     rows = np.array([*counts.values(), sum(counts.values())]).T
     table = Table("class", *(Column(name, justify="right") for name in [*counts, "all"]))
     lines = [*zip(pack.classes, rows, strict=True), ("total", rows.sum(axis=0))]
-    for name, line in lines if len(lines) <= CLASSES_SHOWN else lines[-1:]:
+    if len(lines) > CLASSES_SHOWN:
+        lines = lines[-1:]
+    for name, line in lines:
         table.add_row(name, *(f"{count:,}" for count in line))
     make_console().print(table)
     height, width, channels = pack.image_shape

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
@@ -35,7 +35,23 @@ ENDS = {signal.SIGINT, signal.SIGTERM}  # what ends pack
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of each worker
 AHEAD = 3  # tasks per worker that are submitted ahead
 
-Run = Callable[[str, Callable[..., Any], Iterable[tuple[Any, ...]], int], Iterator[Any]]
+
+class RunTasks(Protocol):
+    """Runs a function in worker processes, and shows the progress."""
+
+    def __call__(
+        self,
+        text: str,
+        function: Callable[..., Any],
+        tasks: Iterable[tuple[Any, ...]],
+        images: int,
+    ) -> Iterator[Any]:
+        """Yield the results of a function of each task, in their order.
+
+        text: what is done, for the progress bar; tasks: the arguments of the function, of which the
+        first is a list of images; images: their number in all tasks. Raises RunError if a worker
+        dies.
+        """
 
 
 class Decoded(NamedTuple):
@@ -112,9 +128,16 @@ def decode_images(
     if path:
         with open(path, "r+b", buffering=0) as output:
             write_at(output.fileno(), pixels, offset)
-    sums = channel_sums(pixels, fit.channels)
-    brightest = int(np.frombuffer(pixels, np.uint8).max())
-    return Decoded(crc32, sizes, sums, bad, kinds, deepest, brightest, frames)
+    return Decoded(
+        crc32=crc32,
+        sizes=sizes,
+        sums=channel_sums(pixels, fit.channels),
+        bad=bad,
+        changes=kinds,
+        deepest=deepest,
+        brightest=int(np.frombuffer(pixels, np.uint8).max()),
+        frames=frames,
+    )
 
 
 def write_files(
@@ -147,13 +170,8 @@ def channel_sums(pixels: memoryview, channels: int) -> np.ndarray:
 
 
 @contextmanager
-def start_workers(jobs: int) -> Iterator[Run]:
-    """Yield a function that runs tasks in `jobs` processes, or for one job in this process.
-
-    Its arguments are a text for the progress bar, a function, the tasks as tuples of its arguments,
-    of which the first is a list of images, and their number of images; it yields the results in
-    order. It raises RunError if a worker dies.
-    """
+def start_workers(jobs: int) -> Iterator[RunTasks]:
+    """Yield what runs tasks in `jobs` processes, or for one job in this process."""
     from rich.progress import Progress
 
     from hpctrain.report.console import Console  # a worker needs no rich
@@ -162,42 +180,47 @@ def start_workers(jobs: int) -> Iterator[Run]:
     if jobs > 1:
         for name in ONE_THREAD:
             os.environ.setdefault(name, "1")  # inherited by the workers; this process has begun
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(jobs, context, _begin, (os.getpid(),))
+        pool = ProcessPoolExecutor(
+            jobs,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin_worker,
+            initargs=(os.getpid(),),
+        )
 
-    def run(
-        what: str,
+    def submit(function: Callable[..., Any], task: tuple[Any, ...]) -> Callable[[], Any]:
+        """Begin a task; return the function that waits for its result."""
+        if not pool:
+            return partial(function, *task)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+        try:  # a worker that this starts inherits the mask: signals wait for _begin_worker
+            return pool.submit(function, *task).result
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+
+    def run_tasks(
+        text: str,
         function: Callable[..., Any],
         tasks: Iterable[tuple[Any, ...]],
         images: int,
     ) -> Iterator[Any]:
-        def begin(task: tuple[Any, ...]) -> tuple[Callable[[], Any], int]:
-            if not pool:
-                return partial(function, *task), len(task[0])
-            signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
-            try:  # a worker that this starts inherits the mask: signals wait for _begin
-                return pool.submit(function, *task).result, len(task[0])
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-
-        begun = map(begin, tasks)
+        submitted = ((submit(function, task), len(task[0])) for task in tasks)
         done = 0
         console = Console(stderr=True)
-        waiting = deque(islice(begun, AHEAD * jobs))
-        with Progress(console=console, disable=not console.is_terminal) as bar:
-            shown = bar.add_task(what, total=images)
+        waiting = deque(islice(submitted, AHEAD * jobs))
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            bar = progress.add_task(text, total=images)
             while waiting:
                 result, count = waiting.popleft()
                 yield result()
-                waiting.extend(islice(begun, 1))
+                waiting.extend(islice(submitted, 1))
                 done += count
-                doing(f"{what} image {done:,} of {images:,}")
-                bar.update(shown, completed=done)
+                doing(f"{text} image {done:,} of {images:,}")
+                progress.update(bar, completed=done)
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from Pillow, about unusual metadata
-            yield run
+            yield run_tasks
     except BrokenProcessPool:
         raise RunError("a worker process of pack died: --jobs 1 shows where") from None
     finally:
@@ -205,7 +228,7 @@ def start_workers(jobs: int) -> Iterator[Run]:
             pool.shutdown(cancel_futures=True)
 
 
-def _begin(parent: int) -> None:
+def _begin_worker(parent: int) -> None:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even within a decoder
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)

@@ -134,8 +134,14 @@ class PackWriter:
             file["identity"] = np.frombuffer(uuid.encode(), np.uint8)
 
     def _open(self, mode: str) -> h5py.File:
-        pages = {"alignment_threshold": PAGE, "alignment_interval": PAGE}
-        return h5py.File(self._file.name, mode, libver=LIBRARY, locking=False, **pages)
+        return h5py.File(
+            self._file.name,
+            mode,
+            libver=LIBRARY,
+            locking=False,
+            alignment_threshold=PAGE,
+            alignment_interval=PAGE,
+        )
 
 
 def _allocate(group: h5py.Group, name: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -143,8 +149,8 @@ def _allocate(group: h5py.Group, name: str, dtype: str, shape: tuple[int, ...]) 
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    made = group.create_dataset(name, shape, dtype, dcpl=properties)
-    return int(made.id.get_offset())
+    dataset = group.create_dataset(name, shape, dtype, dcpl=properties)
+    return int(dataset.id.get_offset())
 
 
 def _ends(sizes: np.ndarray) -> np.ndarray:
@@ -157,17 +163,21 @@ def _encoded(text: str) -> bytes:
 
 
 @contextmanager
-def writing(output: Path) -> Iterator[None]:
+def writing_pack(output: Path) -> Iterator[None]:
     """Raise a system error in the block that writes a pack as a RunError or UsageError."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # HDF5 reports errno in its text
+        number = getattr(error, "errno", None)
         inner = re.search(r"errno = (\d+)", str(error))
-        number = int(inner[1]) if inner else getattr(error, "errno", None)
+        if inner:
+            number = int(inner[1])
         if number is None:
             raise
-        kind = UsageError if number in FORBIDDEN else RunError
-        raise kind(f"{output} cannot be written: {os.strerror(number)}; nothing is kept") from None
+        text = f"{output} cannot be written: {os.strerror(number)}; nothing is kept"
+        if number in FORBIDDEN:
+            raise UsageError(text) from None
+        raise RunError(text) from None
 
 
 def write_pack(
@@ -217,7 +227,7 @@ def write_pack(
     sums = np.zeros((2, shape[2]), np.uint64)
     crc32 = np.zeros(len(labels), np.uint32)
     row = 0
-    with writing(output), whole_file(output) as file:
+    with writing_pack(output), whole_file(output) as file:
         writer = PackWriter(file, counts, labels, shape)
         for name, count in counts.items():
             for start in range(0, count, step):
@@ -230,7 +240,12 @@ def write_pack(
                     row += 1
                 if name == "train":
                     sums += channel_sums(data, shape[2])
-        writer.finish(crc32, sums, classes, provenance)
+        writer.finish(
+            crc32=crc32,
+            sums=sums,
+            classes=classes,
+            provenance=provenance,
+        )
 
 
 def _check_arrays(split: str, images: Any, labels: Any, classes: int) -> np.ndarray:
@@ -270,16 +285,16 @@ def _check_arrays(split: str, images: Any, labels: Any, classes: int) -> np.ndar
 
 def _check_images(name: str, images: Any) -> tuple[int, ...]:
     """Return the shape of the images of a split. Raises UsageError if they cannot be packed."""
-    kind: Any = getattr(images, "dtype", type(images).__name__)
+    dtype: Any = getattr(images, "dtype", type(images).__name__)
     shape = tuple(getattr(images, "shape", ()))
-    what = f"{name} are {kind} of shape {shape}"
-    if kind != np.uint8:
+    what = f"{name} are {dtype} of shape {shape}"
+    if dtype != np.uint8:
         advice = ""
-        if str(kind).startswith("torch."):
+        if str(dtype).startswith("torch."):
             advice = "; of a tensor, images.numpy()"
-        elif getattr(kind, "kind", "") == "f":
+        elif getattr(dtype, "kind", "") == "f":
             advice = "; of floats in [0, 1], (255 * images).round().astype('uint8')"
-        elif getattr(kind, "kind", "") in "biu":
+        elif getattr(dtype, "kind", "") in "biu":
             advice = "; training reads others from an HDF5 file (--images)"
         raise UsageError(f"{what}: expected an array of uint8{advice}")
     if len(shape) not in (3, 4) or 0 in shape:
