@@ -172,7 +172,8 @@ def signals_caught() -> Iterator[None]:
 
 @contextmanager
 def signals_handled(
-    numbers: Iterable[signal.Signals], handle: Callable[[signal.Signals], object]
+    numbers: Iterable[signal.Signals],
+    handle: Callable[[signal.Signals], object],
 ) -> Iterator[None]:
     """Call `handle` with each of these signals in the block; then restore their handlers."""
     before = {n: signal.signal(n, lambda n, frame: handle(signal.Signals(n))) for n in numbers}

@@ -74,7 +74,9 @@ def _openmp_libraries() -> list[ctypes.CDLL]:
 
 
 def make_pool(
-    threads: int, name: str, begin: Callable[[], object] | None = None
+    threads: int,
+    name: str,
+    begin: Callable[[], object] | None = None,
 ) -> ThreadPoolExecutor:
     """Return a pool of threads that run on all allowed cores; each calls `begin` first."""
     from concurrent.futures import ThreadPoolExecutor  # not for --help

@@ -44,7 +44,9 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def torch_flags(
-    precision: str, deterministic: bool = False, benchmark: bool = True
+    precision: str,
+    deterministic: bool = False,
+    benchmark: bool = True,
 ) -> Iterator[None]:
     """Set torch's backend flags for this --precision in a context.
 

@@ -43,7 +43,11 @@ class CpuEvent(torch.cpu.Event):
         return 1000 * (end._time - self._time)
 
 
-def record_event(device: torch.device, timing: bool = False, stream: Stream = None) -> Event:
+def record_event(
+    device: torch.device,
+    timing: bool = False,
+    stream: Stream = None,
+) -> Event:
     """Record an event on a stream of `device`, by default the current one of this thread.
 
     A thread that waits for it sleeps (cudaEventBlockingSync). CUDA's default is to spin, which
@@ -93,7 +97,10 @@ class Upload:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, device: torch.device | str = "cpu"
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Allocate a buffer of `shape`, (largest count, H, W, C); pinned for a GPU."""
         self.device = torch.device(device)
@@ -157,7 +164,8 @@ class Snapshot:
 
 
 def copy_to_host(
-    queued: Iterator[tuple[Name, dict[str, Tensor]]], device: torch.device
+    queued: Iterator[tuple[Name, dict[str, Tensor]]],
+    device: torch.device,
 ) -> Iterator[tuple[Name, dict[str, np.ndarray]]]:
     """Copy tensors to the host in the order in which they are `queued` on the device.
 

@@ -137,7 +137,12 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: int, size: int, host: str, timeout: float, whole: bool = False
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        timeout: float,
+        whole: bool = False,
     ) -> None:
         self.host = host
         self.timeout = timeout

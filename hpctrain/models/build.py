@@ -50,7 +50,10 @@ ADVICE = {
 
 
 def build(
-    name: str, image_shape: tuple[int, int, int], classes: int, small_stem: bool = False
+    name: str,
+    image_shape: tuple[int, int, int],
+    classes: int,
+    small_stem: bool = False,
 ) -> nn.Module:
     """Build the network `name` for images of (H, W, C), with weights drawn from torch's generator.
 
@@ -81,7 +84,11 @@ def build(
     return model
 
 
-def call(own: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
+def call(
+    own: Imported,
+    image_shape: tuple[int, int, int],
+    classes: int,
+) -> nn.Module:
     """Call the user's function. Raises UsageError unless it returns a module with parameters."""
     given = {"image_shape": image_shape, "classes": classes}
     own.check_arguments("function(image_shape=(H, W, C), classes=K)", **given)
@@ -124,7 +131,9 @@ def input_like(model: nn.Module) -> Tensor:
 
 
 def check_forward(
-    model: nn.Module, image_shape: tuple[int, int, int], output: tuple[int, ...]
+    model: nn.Module,
+    image_shape: tuple[int, int, int],
+    output: tuple[int, ...],
 ) -> None:
     """Pass two black images (H, W, C) through `model` in evaluation mode.
 
@@ -203,7 +212,12 @@ def check_names(before: Iterable[str], after: Iterable[str]) -> None:
         )
 
 
-def check_output(model: nn.Module, found: Any, n: int, output: tuple[int, ...]) -> None:
+def check_output(
+    model: nn.Module,
+    found: Any,
+    n: int,
+    output: tuple[int, ...],
+) -> None:
     """Raise UsageError unless `found`, the output for n images, is a tensor (n, *output).
 
     `output` is (classes,) for classification and (C, H, W) for the restoration of images.
@@ -240,7 +254,11 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
     return last
 
 
-def make_of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
+def make_of_timm(
+    name: str,
+    image_shape: tuple[int, int, int],
+    classes: int,
+) -> nn.Module:
     """Make the network "timm:NAME", for this size of images where it can be chosen.
 
     Raises UsageError if timm is not installed, has no such network, or cannot make it.

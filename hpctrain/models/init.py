@@ -64,7 +64,12 @@ class InitialWeights:
         return text
 
 
-def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -> InitialWeights:
+def load_init(
+    model: nn.Module,
+    path: str | Path,
+    classes: int,
+    channels: int,
+) -> InitialWeights:
     """Load initial weights into `model`, a network for `classes` classes and `channels` channels.
 
     All tensors must fit, with three exceptions. A classifier for another number of classes, or that
@@ -141,7 +146,11 @@ def best_prefix(names: Iterable[str], wanted: Mapping[str, str]) -> tuple[str, i
     return max(counts.items(), key=lambda item: item[1])
 
 
-def fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[str, int]:
+def fresh_classifier(
+    model: nn.Module,
+    tensors: Tensors,
+    classes: int,
+) -> dict[str, int]:
     """Return the classifier's tensors that `tensors` cannot fill, with their number of classes."""
     parameters = dict(model.named_parameters())
     last = next(reversed(parameters)).rpartition(".")[0]
@@ -184,7 +193,11 @@ def count_fitting(found: Tensors, wanted: Tensors) -> int:
     return sum(n in wanted and t.shape == wanted[n].shape for n, t in found.items())
 
 
-def entries_of(content: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping]]:
+def entries_of(
+    content: Any,
+    name: str = "",
+    depth: int = 0,
+) -> Iterator[tuple[str, Mapping]]:
     """Yield the dicts of a file by name: "" itself, "state" an entry, "state.model" one of it."""
     if not isinstance(content, Mapping):
         return

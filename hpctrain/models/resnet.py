@@ -110,7 +110,11 @@ def shortcut(channels: int, width: int, stride: int) -> nn.Sequential | None:
 
 
 def stage(
-    block: type[BasicBlock] | type[Bottleneck], channels: int, width: int, depth: int, stride: int
+    block: type[BasicBlock] | type[Bottleneck],
+    channels: int,
+    width: int,
+    depth: int,
+    stride: int,
 ) -> nn.Sequential:
     """Make `depth` blocks; the first has the stride and changes the number of channels."""
     blocks = [block(channels, width, stride)]

@@ -23,7 +23,11 @@ class DigitsNet(nn.Module):
     Raises UsageError for images smaller than the first kernel, 5 x 5 pixels.
     """
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        classes: int,
+    ) -> None:
         super().__init__()
         height, width, channels = image_shape
         if min(height, width) < 5:
@@ -53,7 +57,11 @@ class DigitsNet(nn.Module):
 class Autoencoder(nn.Module):
     """Images (N, C, H, W) -> images of the same shape; `classes` is not used."""
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        classes: int,
+    ) -> None:
         super().__init__()
         channels, half, quarter = image_shape[2], 32, 64  # at the size, at 1/2 and 1/4 of it
         self.encoder = nn.Sequential(

@@ -55,7 +55,8 @@ class BatchNorms:
 
         Sets the momentum of the layers to 1; their own is kept here.
         """
-        self.model, self.mode = model, mode
+        self.model = model
+        self.mode = mode
         self.layers: dict[str, _BatchNorm] = {}  # in training mode, with running statistics
         phi = []
         for name, module in model.named_modules():
@@ -80,7 +81,8 @@ class BatchNorms:
         like = means[0] if layers else next(real)
         # running means and variances, and the shift: what a step updates
         self._state = like.new_zeros(3, self.channels)
-        self.running, self.shift = self._state[:2], self._state[2]  # (2, C), (C,)
+        self.running = self._state[:2]  # (2, C)
+        self.shift = self._state[2]  # (C,)
         self._places = [v for row in self.running.unbind() for v in row.split(sizes)]
         # num_batches_tracked by layer, and its value after a forward pass
         self._counts = torch.zeros(2, len(layers), dtype=torch.int64, device=like.device)
@@ -102,18 +104,22 @@ class BatchNorms:
         # operands of single operations.
         work = self._state.new_ones(6, self.channels)
         self._mean, _, _, self._factor, self._weighed, self._second = work
-        self._gathered, self._values, self._by = work[:2].view(-1), work[1:3], work[3:5]
-        self._distances, self._terms = work[2:5:2], work[2:6:3]
+        self._gathered = work[:2].view(-1)
+        self._values = work[1:3]
+        self._by = work[3:5]
+        self._distances = work[2:5:2]
+        self._terms = work[2:6:3]
         self._factor_rows = 0  # number of samples that Bessel's factor is for
         self._shift = self.shift.expand(2, -1)
         self._target = torch.zeros_like(self._state)  # towards which a step moves `_state`
-        self._means, self._variance = self._target[0::2], self._target[1]
+        self._means = self._target[0::2]
+        self._variance = self._target[1]
         self._moments = self.running, self.running[0], self.running[1]  # see `merge`
         self.read()
 
     def owns(self, buffer: torch.Tensor) -> bool:
         """Whether a buffer of the model is a running statistic of a tracked layer."""
-        return any(buffer is own for own in (*self._buffers, *self._calls))
+        return any(buffer is statistic for statistic in (*self._buffers, *self._calls))
 
     def probe(self, forward: Callable[[], object], rows: int) -> Probe:
         """Run one training forward pass of `rows` samples, and restore all buffers.
@@ -161,8 +167,8 @@ class BatchNorms:
 
     def irregular(self) -> list[str]:
         """Return the layers that did not run exactly once since the buffers were restored."""
-        own = zip(self.layers, self._calls, self._expected, strict=True)
-        return [name for name, calls, expected in own if calls != expected]
+        counts = zip(self.layers, self._calls, self._expected, strict=True)
+        return [name for name, calls, expected in counts if calls != expected]
 
     def collect(self, into: torch.Tensor, rows: int, total: int) -> torch.Tensor | int:
         """Add the moments of a shard's forward pass to the message's segment `into`, (2, C).
@@ -192,7 +198,8 @@ class BatchNorms:
         """Bessel's correction by channel for n = rows x elements: (n - 1) / n and n / (n - 1)."""
         if rows not in self._factors:
             n = (rows * self.elements).to(torch.float64)
-            remove, apply = (n - 1) / n, n / (n - 1).clamp(min=1)
+            remove = (n - 1) / n
+            apply = n / (n - 1).clamp(min=1)
             self._factors[rows] = remove.to(self._state.dtype), apply.to(self._state.dtype)
         return self._factors[rows]
 

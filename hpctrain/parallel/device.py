@@ -17,7 +17,11 @@ from hpctrain.errors import UsageError, first_line
 from hpctrain.streams import record_event
 from hpctrain.text import listed
 
-DTYPES = {torch.float32: np.float32, torch.float64: np.float64}  # of messages
+#: Types of messages.
+DTYPES = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
 
 
 def built_for() -> str:
@@ -52,8 +56,10 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(device)
         record_event(device).synchronize()  # first use of the GPU, unlike set_device
     except RuntimeError as error:  # an old driver, a GPU that another process holds
-        text = f"GPU {device.index} of {count} cannot be used ({first_line(error)})"
-        raise UsageError(f"{text}: python -m hpctrain doctor shows more") from error
+        raise UsageError(
+            f"GPU {device.index} of {count} cannot be used ({first_line(error)}):"
+            " python -m hpctrain doctor shows more"
+        ) from error
     return device
 
 
@@ -78,7 +84,11 @@ def _choose_slice(local_rank: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank % len(names)]
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """Allocate an uninitialised tensor.
 
     On the CPU NumPy does, in huge pages: copies between processes are then twice as fast.
@@ -116,7 +126,11 @@ def memory_of(device: torch.device) -> tuple[str, str]:
     return "cupy", f"CuPy and torch are built for {platform_of_cupy}"
 
 
-def zeros_for_messages(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros_for_messages(
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """Allocate a vector of zeros for messages. Raises UsageError for types that MPI cannot sum."""
     if dtype not in DTYPES:
         raise UsageError(f"a message of {dtype} cannot be summed by MPI: use float32 or float64")
@@ -127,7 +141,11 @@ def zeros_for_messages(length: int, dtype: torch.dtype, device: torch.device) ->
     return torch.zeros(length, dtype=dtype, device=device)
 
 
-def _empty_of_cupy(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _empty_of_cupy(
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """Return a new CuPy array outside of CuPy's memory pool, as a tensor that keeps it alive."""
     import cupy
 

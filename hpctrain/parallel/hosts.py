@@ -21,7 +21,7 @@ class RankCores(NamedTuple):
     allowed: set[int]
     main: set[int]  # on which its main thread may run: OpenMP may have bound it
     quota: float  # its share of the CPU time of quotas, in cores
-    there: int  # on the host
+    present: int  # cores of the host
     threads: int  # that it would use
 
 
@@ -34,7 +34,7 @@ class HostCores(NamedTuple):
     cores: int  # of them by their quotas, at least 1
     main: int  # on which their main threads may run
     quota: float  # the CPU time, in cores, to which quotas limit its ranks together
-    there: int
+    present: int
 
 
 class JobCores(NamedTuple):
@@ -66,7 +66,7 @@ def share_cores(comm: Comm) -> JobCores:
         allowed=allowed_cores(),
         main=os.sched_getaffinity(0),
         quota=quota,
-        there=os.cpu_count() or 1,
+        present=os.cpu_count() or 1,
         threads=threads_asked() or min(share, thread_limit() or share),
     )
     ranks = allgather(comm, rank)
@@ -77,7 +77,9 @@ def share_cores(comm: Comm) -> JobCores:
 def threads_asked() -> int:
     """Return OMP_NUM_THREADS, of whose levels the first counts; 0 if it is no number above 0."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(wanted) if wanted.isdecimal() else 0
+    if wanted.isdecimal():
+        return int(wanted)
+    return 0
 
 
 def core_share(comm: Comm) -> tuple[float, float]:
@@ -91,12 +93,15 @@ def core_share(comm: Comm) -> tuple[float, float]:
     quotas = cpu_quotas()
     groups = {quota.group for quota in quotas}
     host = allgather(comm_of_host(comm), (cores, groups))
-    sharing = sum(bool(cores & theirs) for theirs, _ in host)
-    limits = [quota.cores / sum(quota.group in theirs for _, theirs in host) for quota in quotas]
+    sharing = [theirs for theirs, _ in host if cores & theirs]
+    limits = []
+    for quota in quotas:
+        members = [theirs for _, theirs in host if quota.group in theirs]
+        limits.append(quota.cores / len(members))
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if given.isdecimal() and place_in_step(comm.rank, comm.size)[0] >= 0:
         limits.append(float(given))
-    return len(cores) / sharing, min(limits, default=math.inf)
+    return len(cores) / len(sharing), min(limits, default=math.inf)
 
 
 def scarcest_host(ranks: Sequence[RankCores]) -> HostCores:
@@ -115,7 +120,7 @@ def scarcest_host(ranks: Sequence[RankCores]) -> HostCores:
             cores=whole_cores(allowed, quota + 1e-6),  # a sum of thirds
             main=len(set[int]().union(*(rank.main for rank in group))),
             quota=quota,
-            there=group[0].there,
+            present=group[0].present,
         )
         hosts.append(host)
     return min(hosts, key=lambda host: host.cores / host.ranks)
@@ -130,19 +135,26 @@ def core_notes(host: HostCores, threads: int, setting: str) -> list[str]:
     cores = counted(host.cores, "core")
     notes = []
     if host.quota < host.allowed:
-        time = f"CPU time of {host.quota:.3g} of {host.allowed} cores of a host"
-        notes.append(f"{ranks} may use the {time}: ask for more with the job or container")
+        notes.append(
+            f"{ranks} may use the CPU time of {host.quota:.3g} of {host.allowed} cores of a host:"
+            " ask for more with the job or container"
+        )
     if host.ranks > host.cores:
         notes.append(f"{ranks} share {cores} of a host: start at most {host.cores} there")
-    elif host.ranks == host.allowed < host.there:
-        few = f"{ranks} may use {host.cores} of the {host.there} cores of a host"
-        notes.append(f"{few}; reading needs a core, too: {more_cores()}")
+    elif host.ranks == host.allowed < host.present:
+        notes.append(
+            f"{ranks} may use {host.cores} of the {host.present} cores of a host;"
+            f" reading needs a core, too: {more_cores()}"
+        )
     if host.main < min(host.ranks, host.cores):
         names = listed(name for name in BINDING if name in os.environ)
-        same = f"{names}: the main threads of {ranks} are bound to {counted(host.main, 'core')}"
-        notes.append(f"{same} of a host: unset it, or bind ranks to cores of their own")
+        notes.append(
+            f"{names}: the main threads of {ranks} are bound to {counted(host.main, 'core')}"
+            " of a host: unset it, or bind ranks to cores of their own"
+        )
     if threads > 1 and threads * host.ranks > host.cores:
         fair = max(1, host.cores // host.ranks)
-        many = f"{ranks} of {threads} threads on {cores} of a host"
-        notes.append(f"{many}: unset {setting}, or give {fair}")
+        notes.append(
+            f"{ranks} of {threads} threads on {cores} of a host: unset {setting}, or give {fair}"
+        )
     return notes

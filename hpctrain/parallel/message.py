@@ -213,9 +213,9 @@ class Message:
         With `numbers`, only for these segments of the layout.
         """
         views = self._views if numbers is None else [self._views[number] for number in numbers]
-        there = [(p, view, p.grad) for p, view in views if p.grad is not None]
-        if there:
-            parameters, targets, gradients = zip(*there, strict=True)
+        present = [(p, view, p.grad) for p, view in views if p.grad is not None]
+        if present:
+            parameters, targets, gradients = zip(*present, strict=True)
             torch._foreach_add_(targets, gradients)
             for parameter in parameters:
                 parameter.grad = None

@@ -79,8 +79,13 @@ Comm = MPI.Intracomm
 # rank waits for one that has not started.
 if not MPI.Is_initialized():
     doing(MPI_INIT)
-    _level, _mpi = ctypes.c_int(), ctypes.CDLL(MPI.__file__)
-    _mpi.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(_level))
+    _level = ctypes.c_int()  # which MPI provides
+    ctypes.CDLL(MPI.__file__).MPI_Init_thread(
+        None,
+        None,
+        MPI.THREAD_MULTIPLE,
+        ctypes.byref(_level),
+    )
     for _comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
         _comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises returned errors as exceptions
 
@@ -99,15 +104,20 @@ def start_mpi() -> Comm:
         require_mpi_launcher()
     except UsageError as error:
         raise LauncherMismatch(str(error)) from error
-    if MPI.COMM_WORLD.size == 1 < (joined := _torch_size()):
+    joined = _torch_size()
+    if MPI.COMM_WORLD.size == 1 < joined:
         raise LauncherMismatch(
             f"torch.distributed has {joined} processes here, and each would be a job of its own:"
             f" the ranks of a job are started by MPI, with mpirun -n {joined} or srun"
         )
     started = launched_size() or launched_rank() + 1  # or more
     if MPI.COMM_WORLD.size == 1 < started:
-        plugin = "pmix" if "Open MPI" in library() else "pmi2"
-        advice = f"srun --mpi={plugin}" if "SLURM_STEP_ID" in os.environ else "its own mpirun"
+        if "SLURM_STEP_ID" not in os.environ:
+            advice = "its own mpirun"
+        elif "Open MPI" in library():
+            advice = "srun --mpi=pmix"
+        else:
+            advice = "srun --mpi=pmi2"
         raise LauncherMismatch(
             f"the launcher started {started} processes, but each sees only itself: it does not"
             f" belong to {library()}; start with {advice}"
@@ -119,8 +129,9 @@ def start_mpi() -> Comm:
 def _torch_size() -> int:
     """Return the number of processes of torch.distributed if this one has joined it, else 1."""
     distributed = sys.modules.get("torch.distributed")
-    joined = distributed and distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if distributed and joined else 1
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
 
 
 def on_root(comm: Comm, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -147,10 +158,10 @@ def allgather(comm: Comm, value: T) -> list[T]:
 
 def minimum(comm: Comm, *numbers: int) -> list[int]:
     """Return the minimum over all ranks of each of these 64-bit integers. Collective."""
-    found = array("q", numbers)
+    buffer = array("q", numbers)
     with waiting():
-        comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)
-    return found.tolist()
+        comm.Allreduce(MPI.IN_PLACE, buffer, MPI.MIN)
+    return buffer.tolist()
 
 
 @contextmanager
@@ -164,8 +175,8 @@ def on_all(comm: Comm) -> Iterator[None]:
     first, everywhere = minimum(comm, comm.rank if failure else comm.size, failure is not None)
     if first < comm.size:
         with waiting():
-            found = comm.bcast(failure, first)
-        raise agreed(type(found)(str(found) if everywhere else f"rank {first}: {found}"))
+            raised = comm.bcast(failure, first)
+        raise agreed(type(raised)(str(raised) if everywhere else f"rank {first}: {raised}"))
 
 
 def agreed(error: Failure) -> Failure:
@@ -187,11 +198,15 @@ def check_equal_on_all(comm: Comm, facts: dict[str, object]) -> None:
     if is_equal_on_all(comm, facts):
         return
     expected, *others = allgather(comm, facts)
-    for rank, held in enumerate(others, start=1):
+    for rank, theirs in enumerate(others, start=1):
         for name, value in expected.items():
-            if held[name] != value:
-                text = f"{value} on rank 0, {held[name]} on rank {rank}"
-                raise agreed(UsageError(f"{name} differs between ranks: {text}"))
+            if theirs[name] != value:
+                raise agreed(
+                    UsageError(
+                        f"{name} differs between ranks:"
+                        f" {value} on rank 0, {theirs[name]} on rank {rank}"
+                    )
+                )
 
 
 def check_call(comm: Comm, call: str, settings: Mapping[str, object]) -> None:
@@ -199,9 +214,11 @@ def check_call(comm: Comm, call: str, settings: Mapping[str, object]) -> None:
 
     Of its `settings`, only the progress, which rank 0 prints, may differ. torch is imported.
     """
-    modules = {name: sys.modules[name].__version__ for name in ("hpctrain", "torch", "numpy")}
-    versions = {"the version of Python": platform.python_version()}
-    versions |= {f"the version of {name}": version for name, version in modules.items()}
+    modules = ("hpctrain", "torch", "numpy")
+    versions = {
+        "the version of Python": platform.python_version(),
+        **{f"the version of {name}": sys.modules[name].__version__ for name in modules},
+    }
     asked = {
         flag_of(name): "none" if value is None else value
         for name, value in settings.items()
@@ -215,9 +232,13 @@ def check_on_root(comm: Comm, name: str, value: object) -> None:
 
     The others may leave it out.
     """
-    given = int(value is not None)
-    on_rank_0, most = minimum(comm, given if comm.rank == 0 else 1, -given)
-    if most < 0 == on_rank_0:
+    is_left_out = value is None
+    left_out_by_all, given_on_root = minimum(
+        comm,
+        is_left_out,
+        not (is_left_out and comm.rank == 0),
+    )
+    if not left_out_by_all and not given_on_root:
         raise agreed(
             UsageError(f"{name} is given on another rank, but not on rank 0, which calls it")
         )
@@ -246,11 +267,12 @@ def comm_of_host(comm: Comm) -> Comm:
 
 def conclude(error: BaseException) -> int:
     """Return the exit code of a parallel subcommand that raised this error, or abort all ranks."""
-    world, code = MPI.COMM_WORLD, 1
+    world = MPI.COMM_WORLD
+    code = 1
     device_failed = isinstance(error, DeviceFailure)
-    text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, Failure):
-        code, text = error.exit_code, str(error)
+        code = error.exit_code
+        text = str(error)
         if not device_failed and (error.agreed or world.size == 1):
             if world.rank == 0 and (launched_rank() == 0 or launched_size() is None):
                 print(f"hpctrain: {text}", file=sys.stderr, flush=True)
@@ -261,7 +283,10 @@ def conclude(error: BaseException) -> int:
         text = "interrupted"
     elif isinstance(error, BrokenPipeError) and world.size == 1:
         raise error
-    if watchdog := current():
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    watchdog = current()
+    if watchdog:
         watchdog.fail(text.splitlines()[-1])
     sys.stdout.flush()
     where = f"[rank {world.rank} of {world.size} @{socket.gethostname()}]"
@@ -295,10 +320,18 @@ def is_gpu_aware(rocm: bool) -> bool:
 
     Open MPI and MPICH have the first function, Cray's and older MPICHs the second.
     """
-    mpi, answer = ctypes.CDLL(MPI.__file__), ctypes.c_int(1)
-    platform, kind = ("rocm", 2) if rocm else ("cuda", 0)  # MPIX_GPU_SUPPORT_...
-    if ask := getattr(mpi, f"MPIX_Query_{platform}_support", None):
-        return bool(ask())
-    if ask := getattr(mpi, "MPIX_GPU_query_support", None):
-        ask(kind, ctypes.byref(answer))
-    return bool(answer.value)
+    mpi = ctypes.CDLL(MPI.__file__)
+    if rocm:
+        query_name = "MPIX_Query_rocm_support"
+        gpu_type = 2  # MPIX_GPU_SUPPORT_HIP
+    else:
+        query_name = "MPIX_Query_cuda_support"
+        gpu_type = 0  # MPIX_GPU_SUPPORT_CUDA
+    query = getattr(mpi, query_name, None)
+    if query:
+        return bool(query())
+    is_supported = ctypes.c_int(1)
+    query = getattr(mpi, "MPIX_GPU_query_support", None)
+    if query:
+        query(gpu_type, ctypes.byref(is_supported))
+    return bool(is_supported.value)

@@ -34,7 +34,7 @@ from hpctrain.parallel.tree import TreeReduce
 from hpctrain.streams import Event, new_stream, record_event, start_thread, use_stream
 
 
-def cut(layout: Layout, parts: int) -> list[range]:
+def split_gradients(layout: Layout, parts: int) -> list[range]:
     """Split the gradients into at most `parts` segments of about equal size.
 
     Each begins at a parameter, so there are fewer if a parameter is larger than its part. They are
@@ -42,12 +42,15 @@ def cut(layout: Layout, parts: int) -> list[range]:
     last to the first.
     """
     starts = [segment.offset for segment in layout.segments]
-    wanted = [layout.length * part // parts for part in range(parts)]
-    borders = sorted({min(starts, key=lambda start: abs(start - place)) for place in wanted})
-    ends = [*borders[1:], layout.length]
+    borders = set()
+    for part in range(parts):
+        wanted = layout.length * part // parts
+        borders.add(min(starts, key=lambda start: abs(start - wanted)))
+    begins = sorted(borders)
+    ends = [*begins[1:], layout.length]
     first = {  # of the model's parameters in each: backward computes its gradient last
-        span: min(s.number for s in layout.segments if s.offset in span)
-        for span in map(range, borders, ends)
+        span: min(segment.number for segment in layout.segments if segment.offset in span)
+        for span in map(range, begins, ends)
     }
     return sorted(first, key=lambda span: -first[span])
 
@@ -55,19 +58,33 @@ def cut(layout: Layout, parts: int) -> list[range]:
 class Overlapped(Reduce):
     """A reduction composed of several: one for each segment of the gradients, one for the rest."""
 
-    def __init__(self, message: Message, spans: Sequence[range], parts: Sequence[Reduce]) -> None:
+    def __init__(
+        self,
+        message: Message,
+        spans: Sequence[range],
+        parts: Sequence[Reduce],
+    ) -> None:
         """`parts` sum the `spans` of the gradients, in this order, and then the rest.
 
         Raises UsageError if MPI may be called by one thread only.
         """
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            need = f"MPI_THREAD_SERIALIZED, without which {library()} was started"
-            raise UsageError(f"--overlap needs {need}: leave it out")
+            raise UsageError(
+                f"--overlap needs MPI_THREAD_SERIALIZED, without which {library()} was started:"
+                " leave it out"
+            )
         super().__init__(parts[0].transport, message.tensor)
-        self._message, self._parts = message, parts
-        segments = message.layout.segments
+        self._message = message
+        self._parts = parts
         # the parameters in each part, by their number in the layout
-        self._members = [[n for n, s in enumerate(segments) if s.offset in span] for span in spans]
+        self._members = [
+            [
+                number
+                for number, segment in enumerate(message.layout.segments)
+                if segment.offset in span
+            ]
+            for span in spans
+        ]
         self._hooks = [
             message.parameters[number].register_post_accumulate_grad_hook(
                 partial(self._complete, part, number)
@@ -111,7 +128,12 @@ class Overlapped(Reduce):
             hook.remove()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _complete(self, part: int, number: int, parameter: torch.Tensor) -> None:
+    def _complete(
+        self,
+        part: int,
+        number: int,
+        parameter: torch.Tensor,
+    ) -> None:
         """Hook of a parameter, called when backward has accumulated its gradient."""
         if part < len(self._sums):
             raise RunError(
@@ -127,14 +149,26 @@ class Overlapped(Reduce):
 
     def _send(self, shard: int | None) -> None:
         """Queue the sum of the next part, after accumulating `shard` into it, if given."""
-        part, ready = self._parts[len(self._sums)], record_event(self._message.device)
-        self._sums.append(self._thread.submit(self._sum, part, shard, ready, self._sums[-1:]))
+        part = self._parts[len(self._sums)]
+        ready = record_event(self._message.device)
+        future = self._thread.submit(
+            self._sum,
+            part,
+            shard,
+            ready,
+            before=self._sums[-1:],
+        )
+        self._sums.append(future)
 
     def _sum(
-        self, part: Reduce, shard: int | None, ready: Event, before: list[Future[None]]
+        self,
+        part: Reduce,
+        shard: int | None,
+        ready: Event,
+        before: list[Future[None]],
     ) -> None:
-        for each in before:
-            each.result()  # after a failure nothing is sent: the others wait for that part
+        for earlier in before:
+            earlier.result()  # after a failure nothing is sent: the others wait for that part
         with use_stream(self._stream):
             ready.wait()
             if shard is not None:
@@ -157,19 +191,22 @@ def choose_reduce(
     are summed while backward runs. The default `transport` is MPI, from a GPU through pinned host
     memory. Raises UsageError if the reduction is not possible.
     """
-    on_gpu, length = message.device.type == "cuda", message.layout.length
-    way = transport or (Pinned(comm) if on_gpu else HostMemory(comm))
+    length = message.layout.length
+    if transport is None:
+        transport = Pinned(comm) if message.device.type == "cuda" else HostMemory(comm)
 
-    def over(span: range) -> Reduce:
+    def make_sum(span: range) -> Reduce:
         vector = message.tensor[span.start : span.stop]
         if shards is not None:
-            return TreeReduce(way, vector, shards)
+            return TreeReduce(transport, vector, shards)
         if comm_dtype == "bf16":
-            return Bfloat16Reduce(way, vector, len(range(span.start, min(span.stop, length))))
-        return Reduce(way, vector)
+            gradients = len(range(span.start, min(span.stop, length)))
+            return Bfloat16Reduce(transport, vector, gradients)
+        return Reduce(transport, vector)
 
     if not overlap:
-        return over(range(len(message.tensor)))
-    spans = cut(message.layout, overlap)
+        return make_sum(range(len(message.tensor)))
+    spans = split_gradients(message.layout, overlap)
     rest = range(length, len(message.tensor))
-    return Overlapped(message, spans, [over(span) for span in (*spans, rest)])
+    parts = [make_sum(span) for span in (*spans, rest)]
+    return Overlapped(message, spans, parts)

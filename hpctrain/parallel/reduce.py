@@ -27,7 +27,8 @@ class Reduce:
     """Sums a vector over all ranks in place, by one Allreduce. Shards accumulate in it."""
 
     def __init__(self, transport: Transport, vector: torch.Tensor) -> None:
-        self.transport, self._vector = transport, vector
+        self.transport = transport
+        self._vector = vector
 
     def begin(self, shards: Sequence[int]) -> None:
         """Begin a step in which this rank processes one batch of each of `shards`."""
@@ -57,28 +58,29 @@ class Bfloat16Reduce(Reduce):
         super().__init__(transport, vector)
         if vector.dtype != torch.float32:
             raise UsageError(f"--comm-dtype bf16 is for float32 models; this one is {vector.dtype}")
-        rank, size = transport.comm.rank, transport.comm.size
+        rank = transport.comm.rank
+        size = transport.comm.size
         rest = len(vector) - gradients
         # what is sent, and takes the sums: the rest, then the gradients, two in each number
         sent = empty((rest + (gradients + 1) // 2,), torch.float32, vector.device).zero_()
         narrow = sent[rest:].view(torch.bfloat16)[:gradients]
         self._copies = [(vector[gradients:], sent[:rest]), (vector[:gradients], narrow)]
         slices = sent.tensor_split(size)
-        own = slices[rank]
-        received = empty((size, len(own)), torch.float32, vector.device)  # the slices of all ranks
-        self._kept = own, received[rank]
+        mine = slices[rank]
+        received = empty((size, len(mine)), torch.float32, vector.device)  # the slices of all ranks
+        self._kept = mine, received[rank]
         # in an order that differs by rank, so that no rank receives from all others at first
         others = [(rank + ahead) % size for ahead in range(1, size)]
         theirs = [(peer, [slices[peer]]) for peer in others if len(slices[peer])]
-        arriving = [(peer, [received[peer]]) for peer in others if len(own)]
+        arriving = [(peer, [received[peer]]) for peer in others if len(mine)]
         self._scatter = transport.prepare(theirs, arriving)
-        self._gather = transport.prepare([(peer, [own]) for peer, _ in arriving], theirs)
-        border = min(max(0, rest - sum(map(len, slices[:rank]))), len(own))
-        self._plain = received[:, :border], own[:border]
+        self._gather = transport.prepare([(peer, [mine]) for peer, _ in arriving], theirs)
+        border = min(max(0, rest - sum(map(len, slices[:rank]))), len(mine))
+        self._plain = received[:, :border], mine[:border]
         step = max(1, AT_ONCE[vector.device.type] // size)
-        spans = [slice(start, start + step) for start in range(border, len(own), step)]
+        spans = [slice(start, start + step) for start in range(border, len(mine), step)]
         self._narrow = [
-            (received[:, span].view(torch.bfloat16), own[span].view(torch.bfloat16))
+            (received[:, span].view(torch.bfloat16), mine[span].view(torch.bfloat16))
             for span in spans
         ]
 
@@ -88,8 +90,8 @@ class Bfloat16Reduce(Reduce):
             return
         for numbers, place in self._copies:
             place.copy_(numbers)  # rounds to nearest
-        own, kept = self._kept
-        kept.copy_(own)
+        mine, kept = self._kept
+        kept.copy_(mine)
         self._scatter()
         rows, total = self._plain
         torch.sum(rows, 0, out=total)

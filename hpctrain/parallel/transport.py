@@ -23,8 +23,14 @@ from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
 
 PACKED_BYTES = 1 << 20  # most in a message of several vectors: packing more takes too long
-MPI_TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
-NCCL_TYPES = {torch.float32: 7, torch.float64: 8}  # ncclDataType_t
+MPI_TYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+}
+NCCL_TYPES = {  # ncclDataType_t
+    torch.float32: 7,
+    torch.float64: 8,
+}
 NCCL_SUM = 0  # ncclRedOp_t
 Messages = Sequence[tuple[int, list[torch.Tensor]]]  # other ranks, and the vectors of a message
 
@@ -35,7 +41,9 @@ class Transport:
     Other types raise KeyError. This base class is for a single rank, which sends nothing.
     """
 
-    name, reason, note = "none", "", ""  # why it was chosen; what users are told of the GPUs
+    name = "none"
+    reason = ""  # why it was chosen
+    note = ""  # what users are told of the GPUs
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -43,7 +51,11 @@ class Transport:
     def allreduce(self, vector: torch.Tensor) -> None:
         """Sum `vector` over all ranks, in place."""
 
-    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+    def prepare(
+        self,
+        sends: Messages,
+        receives: Messages,
+    ) -> Callable[[], None]:
         """Return a function that sends messages to some ranks and receives others, as often as it
         is called (MPI's persistent communication, but for every transport).
 
@@ -64,15 +76,21 @@ class HostMemory(Transport):
         for piece in self._pieces(vector):
             self.comm.Allreduce(MPI.IN_PLACE, self._buffer(piece))
 
-    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
-        out, into = self._to_mpi(sends), self._to_mpi(receives)
-        if len(out) == len(into) == 1:
-            (buffer, rank), (received, source) = *out, *into
-            return partial(self.comm.Sendrecv, buffer, rank, recvbuf=received, source=source)
+    def prepare(
+        self,
+        sends: Messages,
+        receives: Messages,
+    ) -> Callable[[], None]:
+        sent = self._to_mpi(sends)
+        received = self._to_mpi(receives)
+        if len(sent) == len(received) == 1:
+            [(sendbuf, dest)] = sent
+            [(recvbuf, source)] = received
+            return partial(self.comm.Sendrecv, sendbuf, dest, recvbuf=recvbuf, source=source)
 
         def exchange() -> None:
-            requests = [self.comm.Irecv(*one) for one in into]
-            requests += [self.comm.Isend(*one) for one in out]
+            requests = [self.comm.Irecv(buffer, source) for buffer, source in received]
+            requests += [self.comm.Isend(buffer, dest) for buffer, dest in sent]
             MPI.Request.Waitall(requests)
 
         return exchange
@@ -83,18 +101,19 @@ class HostMemory(Transport):
         Several short vectors are one message, which MPI packs while it sends: its datatype is kept
         until MPI ends.
         """
-        found = []
+        buffers: list[tuple[list[Any], int]] = []
         for rank, vectors in messages:
             size = sum(vector.nbytes for vector in vectors)
             if len(vectors) > 1 and size <= min(self.packed, self.largest):
-                places = [vector.data_ptr() for vector in vectors]
-                lengths, kind = [len(vector) for vector in vectors], MPI_TYPES[vectors[0].dtype]
-                together = kind.Create_hindexed(lengths, places).Commit()
-                found.append(([MPI.BOTTOM, 1, together], rank))
+                datatype = MPI_TYPES[vectors[0].dtype].Create_hindexed(
+                    [len(vector) for vector in vectors],
+                    [vector.data_ptr() for vector in vectors],
+                )
+                buffers.append(([MPI.BOTTOM, 1, datatype.Commit()], rank))
             else:
                 pieces = [piece for vector in vectors for piece in self._pieces(vector)]
-                found += [(self._buffer(piece), rank) for piece in pieces]
-        return found
+                buffers += [(self._buffer(piece), rank) for piece in pieces]
+        return buffers
 
     def _pieces(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the pieces of a vector that are small enough for a message, in order."""
@@ -104,8 +123,8 @@ class HostMemory(Transport):
 
     def _buffer(self, vector: torch.Tensor) -> list[Any]:
         """Return the vector as a buffer for mpi4py."""
-        kind = MPI_TYPES[vector.dtype]  # else MPI would take bfloat16 for bytes, and sum these
-        return [vector.numpy(), kind]
+        datatype = MPI_TYPES[vector.dtype]  # else MPI would take bfloat16 for bytes, and sum these
+        return [vector.numpy(), datatype]
 
 
 class DeviceMemory(HostMemory):
@@ -118,9 +137,13 @@ class DeviceMemory(HostMemory):
         record_event(vector.device).synchronize()  # MPI does not know about streams
         super().allreduce(vector)
 
-    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+    def prepare(
+        self,
+        sends: Messages,
+        receives: Messages,
+    ) -> Callable[[], None]:
         exchange = super().prepare(sends, receives)
-        devices = {vector.device for _, each in (*sends, *receives) for vector in each}
+        devices = {vector.device for _, vectors in (*sends, *receives) for vector in vectors}
 
         def synchronized() -> None:
             for device in devices:
@@ -130,8 +153,8 @@ class DeviceMemory(HostMemory):
         return synchronized
 
     def _buffer(self, vector: torch.Tensor) -> list[Any]:
-        kind = MPI_TYPES[vector.dtype]
-        return [vector.detach(), kind]  # by DLPack, for which mpi4py does not synchronize
+        datatype = MPI_TYPES[vector.dtype]
+        return [vector.detach(), datatype]  # by DLPack, for which mpi4py does not synchronize
 
     def check(self, device: torch.device) -> None:
         """Raise UsageError on all ranks if MPI says that it takes no memory of GPUs, or sums wrong.
@@ -166,7 +189,8 @@ class Pinned(HostMemory):
         Pieces are copied to the host on a separate stream, so that the next ones arrive while one
         is summed and copied back.
         """
-        ready, length = record_event(vector.device), self.piece_bytes // vector.element_size()
+        ready = record_event(vector.device)
+        length = self.piece_bytes // vector.element_size()
         host = self._host_memory(vector.data_ptr(), len(vector), vector)
         pieces = list(zip(vector.split(length), host.split(length), strict=True))
         self._down = self._down or new_stream(vector.device)
@@ -181,30 +205,42 @@ class Pinned(HostMemory):
             super().allreduce(staged)
             piece.copy_(staged, non_blocking=True)
 
-    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+    def prepare(
+        self,
+        sends: Messages,
+        receives: Messages,
+    ) -> Callable[[], None]:
         """Exchange through one block of host memory, which those of the same size share."""
         messages = [*sends, *receives]
-        vectors = [vector for _, each in messages for vector in each]
+        vectors = [vector for _, parts in messages for vector in parts]
         if not vectors:
             return super().prepare(sends, receives)
-        lengths, sent = [len(vector) for vector in vectors], sum(len(each) for _, each in sends)
+        lengths = [len(vector) for vector in vectors]
         host = self._host_memory(0, sum(lengths), vectors[0])
         copies = list(zip(vectors, host.split(lengths), strict=True))
-        blocks = host.split([sum(map(len, each)) for _, each in messages])
+        border = sum(len(parts) for _, parts in sends)
+        copies_down = copies[:border]
+        copies_up = copies[border:]
+        blocks = host.split([sum(map(len, parts)) for _, parts in messages])
         staged = [(rank, [block]) for (rank, _), block in zip(messages, blocks, strict=True)]
         exchange = super().prepare(staged[: len(sends)], staged[len(sends) :])
 
         def through_host() -> None:
-            for vector, part in copies[:sent]:
-                part.copy_(vector, non_blocking=True)
+            for vector, block in copies_down:
+                block.copy_(vector, non_blocking=True)
             record_event(vectors[0].device).synchronize()
             exchange()
-            for vector, part in copies[sent:]:
-                vector.copy_(part, non_blocking=True)
+            for vector, block in copies_up:
+                vector.copy_(block, non_blocking=True)
 
         return through_host
 
-    def _host_memory(self, address: int, length: int, like: torch.Tensor) -> torch.Tensor:
+    def _host_memory(
+        self,
+        address: int,
+        length: int,
+        like: torch.Tensor,
+    ) -> torch.Tensor:
         """Return host memory for vectors at an address, the same in each call."""
         key = address, length, like.dtype
         if key not in self._kept:
@@ -237,20 +273,37 @@ class Nccl(Transport):
         self._library = load_nccl(path)
         for name in ("ncclGetErrorString", "ncclGetLastError"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        self._comm, number = ctypes.c_void_p(), UniqueId()
+        self._comm = ctypes.c_void_p()
+        unique_id = UniqueId()
         if comm.rank == 0:
-            self._call("ncclGetUniqueId", ctypes.byref(number))
+            self._call("ncclGetUniqueId", ctypes.byref(unique_id))
         with waiting():
-            number = UniqueId.from_buffer_copy(comm.bcast(bytes(number), 0))
-            self._call("ncclCommInitRank", ctypes.byref(self._comm), comm.size, number, comm.rank)
+            unique_id = UniqueId.from_buffer_copy(comm.bcast(bytes(unique_id), 0))
+            self._call(
+                "ncclCommInitRank",
+                ctypes.byref(self._comm),
+                comm.size,
+                unique_id,
+                comm.rank,
+            )
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        self._queue("ncclAllReduce", vector, NCCL_SUM, ctypes.c_void_p(vector.data_ptr()))
+        self._queue(
+            "ncclAllReduce",
+            vector,
+            NCCL_SUM,
+            ctypes.c_void_p(vector.data_ptr()),  # of the sum: in place
+        )
         self._check()
 
-    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+    def prepare(
+        self,
+        sends: Messages,
+        receives: Messages,
+    ) -> Callable[[], None]:
         """All vectors are exchanged in one group, which is a single launch."""
-        calls = [("ncclSend", *each) for each in sends] + [("ncclRecv", *each) for each in receives]
+        calls = [("ncclSend", rank, vectors) for rank, vectors in sends]
+        calls += [("ncclRecv", rank, vectors) for rank, vectors in receives]
         return partial(self._exchange, calls)
 
     def _exchange(self, calls: Sequence[tuple[str, int, list[torch.Tensor]]]) -> None:
@@ -265,17 +318,25 @@ class Nccl(Transport):
 
     def _queue(self, name: str, vector: torch.Tensor, what: int, *first: ctypes.c_void_p) -> None:
         """Queue a call for a vector on torch's current stream; `what` is an operation or a peer."""
-        place, length = ctypes.c_void_p(vector.data_ptr()), ctypes.c_size_t(len(vector))
-        on_gpu, kind = vector.is_cuda, NCCL_TYPES[vector.dtype]
-        stream = torch.cuda.current_stream(vector.device).cuda_stream if on_gpu else 0
-        more = kind, what, self._comm, ctypes.c_void_p(stream)
-        self._call(name, *first, place, length, *more)
+        stream = 0
+        if vector.is_cuda:
+            stream = torch.cuda.current_stream(vector.device).cuda_stream
+        self._call(
+            name,
+            *first,
+            ctypes.c_void_p(vector.data_ptr()),
+            ctypes.c_size_t(len(vector)),
+            NCCL_TYPES[vector.dtype],
+            what,
+            self._comm,
+            ctypes.c_void_p(stream),
+        )
 
     def _check(self) -> None:
         """Raise RunError if an earlier call has failed since, on any rank."""
-        found = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", self._comm, ctypes.byref(found))
-        self._raise("an earlier call of NCCL", found.value)
+        code = ctypes.c_int()
+        self._call("ncclCommGetAsyncError", self._comm, ctypes.byref(code))
+        self._raise("an earlier call of NCCL", code.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call a function. ctypes takes Python's integers for a C int."""
@@ -283,10 +344,21 @@ class Nccl(Transport):
 
     def _raise(self, name: str, code: int) -> None:
         """Raise RunError with NCCL's message if `code`, which `name` returned, is an error."""
-        if code:
-            words = self._library.ncclGetErrorString(code), self._library.ncclGetLastError(None)
-            text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
-            raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
+        if code == 0:
+            return
+        messages = (
+            self._library.ncclGetErrorString(code),
+            self._library.ncclGetLastError(None),
+        )
+        text = ": ".join(
+            message.decode(errors="replace").strip() for message in messages if message
+        )
+        raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
+
+
+TRANSPORTS: dict[str, Callable[[Comm], Transport]] = {
+    kind.name: kind for kind in (Transport, HostMemory, DeviceMemory, Pinned, Nccl)
+}
 
 
 def open_transport(comm: Comm, device: torch.device, wanted: str) -> Transport:
@@ -297,10 +369,10 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> Transport:
     """
     ranks = allgather(comm, RankDevice.find(device))
     with on_all(comm):
-        name, reason, note = choose_transport(ranks, wanted)
-    kinds = (Transport, HostMemory, DeviceMemory, Pinned, Nccl)
-    transport = next(kind for kind in kinds if kind.name == name)(comm)
-    transport.reason, transport.note = reason, note
+        chosen = choose_transport(ranks, wanted)
+    transport = TRANSPORTS[chosen.name](comm)
+    transport.reason = chosen.reason
+    transport.note = chosen.note
     if isinstance(transport, DeviceMemory):
         transport.check(device)
     return transport

@@ -58,8 +58,9 @@ from hpctrain.parallel.reduce import Reduce
 from hpctrain.parallel.transport import Transport
 
 Span = tuple[int, int]  # shards lo ... hi-1
-Pair = tuple[torch.Tensor, torch.Tensor]  # two operands
-DIRECT, DIRECT_WHOLE = 3, 4  # ranks of a group that exchange with all others at once
+Operands = tuple[torch.Tensor, torch.Tensor]  # two operands
+DIRECT = 3  # ranks of a group that exchange with all others at once
+DIRECT_WHOLE = 4  # the same, of a vector that is not divided
 
 
 def split(span: Span) -> tuple[Span, Span]:
@@ -76,7 +77,7 @@ def subtrees(run: range, span: Span) -> list[Span]:
         return []
     if run.start <= lo and hi <= run.stop:
         return [span]
-    return [each for half in split(span) for each in subtrees(run, half)]
+    return [subtree for half in split(span) for subtree in subtrees(run, half)]
 
 
 def count_additions(span: Span) -> list[int]:
@@ -106,12 +107,13 @@ def schedule(rank: int, shards: Sequence[range], length: int, whole: bool) -> li
     `shards` are the shards that each rank carries, together 0 ... S-1. If `whole`, every rank owns
     all numbers from the start, and receives them from one rank of each other part.
     """
-    starts = [each.start for each in shards]
+    starts = [run.start for run in shards]
 
     def held(group: range) -> list[Span]:
         return subtrees(range(starts[group[0]], shards[group[-1]].stop), (0, shards[-1].stop))
 
-    rounds, group = [], range(len(shards))
+    rounds = []
+    group = range(len(shards))
     while len(group) > 1:
         parts = divide(starts, group, DIRECT_WHOLE if whole else DIRECT)
         if whole:
@@ -119,7 +121,9 @@ def schedule(rank: int, shards: Sequence[range], length: int, whole: bool) -> li
         else:
             after = slices(starts, group, length)
             before = {
-                peer: own for part in parts for peer, own in slices(starts, part, length).items()
+                peer: numbers
+                for part in parts
+                for peer, numbers in slices(starts, part, length).items()
             }
         mine = next(part for part in parts if rank in part)
         others = [(peer, part) for part in parts if part != mine for peer in part]
@@ -135,8 +139,9 @@ def schedule(rank: int, shards: Sequence[range], length: int, whole: bool) -> li
             if not whole or is_source(peer, part, rank, mine)
             if (numbers := overlap(before[peer], after[rank]))
         ]
-        own = after[rank]  # empty if there are more ranks than numbers
-        rounds.append(Round(own, sends, receives, held(group) if own else []))
+        mine_after = after[rank]  # empty if there are more ranks than numbers
+        spans = held(group) if mine_after else []
+        rounds.append(Round(mine_after, sends, receives, spans))
         group = mine
     return rounds[::-1]
 
@@ -154,7 +159,8 @@ def divide(starts: Sequence[int], group: range, direct: int = DIRECT) -> list[ra
     """
     if len(group) <= direct:
         return [range(rank, rank + 1) for rank in group]
-    low, high = group.start + len(group) // 2, group.start + (len(group) + 1) // 2
+    low = group.start + len(group) // 2
+    high = group.start + (len(group) + 1) // 2
     cut = max(low, high, key=lambda rank: starts[rank] & -starts[rank])
     parts = [range(group.start, cut), range(cut, group.stop)]
     return sorted(parts, key=len, reverse=True)
@@ -181,7 +187,7 @@ def overlap(a: range, b: range) -> range:
 
 
 def plan_sum(
-    span: Span, rows: Mapping[Span, torch.Tensor], last: int, additions: list[Pair]
+    span: Span, rows: Mapping[Span, torch.Tensor], last: int, additions: list[Operands]
 ) -> torch.Tensor:
     """Append the additions that sum rows to a span of the tree; return where the sum will be.
 
@@ -204,7 +210,8 @@ class TreeReduce(Reduce):
     def __init__(self, transport: Transport, vector: torch.Tensor, shards: Sequence[range]) -> None:
         """`shards` are the shards that each rank carries, together 0 ... S-1."""
         super().__init__(transport, vector)
-        rank, length = transport.comm.rank, len(vector)
+        rank = transport.comm.rank
+        length = len(vector)
         self._own = shards[rank]
         self._next = self._own.start  # shard
         spans = subtrees(self._own, (0, shards[-1].stop))
@@ -217,32 +224,32 @@ class TreeReduce(Reduce):
         ]
         rows = dict(zip(spans, [*self._stack[: len(spans) - 1], vector], strict=True))
         # the exchange of each round, and what to add after it; and the exchanges on the way back
-        self._there: list[tuple[Callable[[], None], list[Pair]]] = []
+        self._there: list[tuple[Callable[[], None], list[Operands]]] = []
         self._back: list[Callable[[], None]] = []
         start = 0  # of the slice in the rows
         whole = (len(shards) - 1).bit_length() * vector.nbytes <= self.short_bytes
-        for each in schedule(rank, shards, length, whole):
+        for round_ in schedule(rank, shards, length, whole):
             sends = [
                 (peer, [row[_within(numbers, start)] for row in rows.values()])
-                for peer, numbers in each.sends
+                for peer, numbers in round_.sends
             ]
-            arriving = sorted({span for _, _, spans in each.receives for span in spans})
-            block = empty((len(arriving), len(each.own)), vector.dtype, vector.device)
+            arriving = sorted({span for _, _, spans in round_.receives for span in spans})
+            block = empty((len(arriving), len(round_.own)), vector.dtype, vector.device)
             received = dict(zip(arriving, block, strict=True))
             receives = [
-                (peer, [received[span][_within(numbers, each.own.start)] for span in spans])
-                for peer, numbers, spans in each.receives
+                (peer, [received[span][_within(numbers, round_.own.start)] for span in spans])
+                for peer, numbers, spans in round_.receives
             ]
-            rows = {span: row[_within(each.own, start)] for span, row in rows.items()} | received
-            pairs: list[Pair] = []
-            rows = {span: plan_sum(span, rows, self._own[-1], pairs) for span in each.spans}
+            rows = {span: row[_within(round_.own, start)] for span, row in rows.items()} | received
+            pairs: list[Operands] = []
+            rows = {span: plan_sum(span, rows, self._own[-1], pairs) for span in round_.spans}
             self._there.append((transport.prepare(sends, receives), pairs))
             if whole:
                 continue
-            sends = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers, _ in each.receives]
-            receives = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers in each.sends]
+            sends = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers, _ in round_.receives]
+            receives = [(peer, [vector[_within(numbers, 0)]]) for peer, numbers in round_.sends]
             self._back.insert(0, transport.prepare(sends, receives))
-            start = each.own.start
+            start = round_.own.start
 
     def accumulate(self, shard: int) -> None:
         """Add the leaf of `shard` to the tree; the vector is zero for the next one."""
@@ -253,7 +260,8 @@ class TreeReduce(Reduce):
     def _add_leaf(self, leaf: torch.Tensor | None) -> None:
         """Add a leaf, or None, one of zeros: then rows of the stack are summed alone."""
         number = self._next - self._own.start
-        place, count = self._heights[number] - 1, self._additions[number]
+        place = self._heights[number] - 1
+        count = self._additions[number]
         parts = self._stack[place : place + count]
         if leaf is None:
             leaf = parts.pop() if parts else self._stack[place].zero_()
