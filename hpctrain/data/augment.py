@@ -1,4 +1,4 @@
-"""Turn a batch of bytes into the network's input: random flips and shifts, scaling.
+"""Turn a batch of bytes into the network's input: random flips and shifts, scaling, normalization.
 
 Images are augmented as bytes (n, H, W, C), a whole batch at once, before scaling: a quarter of the
 memory traffic, and a border that is black whatever the scaling. Random numbers depend on the key of
@@ -83,25 +83,58 @@ def to_input(
     # An empty tensor with the desired strides: .contiguous() would not set them for one channel.
     values = torch.empty(
         (n, channels, height, width),
-        dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        dtype=_type_of_arithmetic(dtype),
         device=images.device,
         memory_format=memory,
     )
     whole = 1.0 if images.is_floating_point() else 255.0
     scale = offset = None
     if mean is not None and std is not None:
-        # One row per image, in memory order: loops over C values would take five times as long.
-        spread = Tensor.repeat if channels_last else Tensor.repeat_interleave
-        scale = spread((1 / (whole * std.double())).to(values.dtype), height * width)
-        offset = spread((-mean.double() / std.double()).to(values.dtype), height * width)
+        scale, offset = _scale_and_offset(mean, std, whole, values, channels_last)
     lying = images.permute(0, 3, 1, 2)
     step = max(1, n if images.is_cuda else CACHED_VALUES // max(1, height * width * channels))
     for first in range(0, n, step):
         part = values[first : first + step].copy_(lying[first : first + step])
         if scale is not None and offset is not None:
-            rows = part.permute(0, 2, 3, 1) if channels_last else part
-            rows.view(len(part), -1).mul_(scale).add_(offset)
+            _as_rows(part, channels_last).mul_(scale).add_(offset)
         elif whole > 1:
             # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
             part.mul_(1 / whole)
     return values.to(dtype)
+
+
+def normalize(inputs: Tensor, mean: Tensor, std: Tensor, channels_last: bool = True) -> Tensor:
+    """Return (inputs - mean) / std per channel, as a copy of the same dtype and strides.
+
+    Inputs are (n, C, H, W) as `to_input` returns them; mean and std, (C,), are on their device.
+    """
+    values = inputs.to(_type_of_arithmetic(inputs.dtype))
+    scale, offset = _scale_and_offset(mean, std, 1.0, values, channels_last)
+    rows = _as_rows(values, channels_last).mul(scale).add_(offset)
+    return rows.to(inputs.dtype).as_strided(inputs.shape, inputs.stride())
+
+
+def _type_of_arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scale_and_offset(
+    mean: Tensor, std: Tensor, whole: float, values: Tensor, channels_last: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the factors and summands that normalize `_as_rows` of the values (n, C, H, W).
+
+    There is one for each value of an image: loops over C values would take five times as long.
+    `whole` is the value that stands for 1.
+    """
+    spread = Tensor.repeat if channels_last else Tensor.repeat_interleave
+    pixels = values.shape[2] * values.shape[3]
+    scale = (1 / (whole * std.double())).to(values.dtype)
+    offset = (-mean.double() / std.double()).to(values.dtype)
+    return spread(scale, pixels), spread(offset, pixels)
+
+
+def _as_rows(values: Tensor, channels_last: bool) -> Tensor:
+    """Return a view of images (n, C, H, W) with one row for each, in memory order."""
+    if channels_last:
+        values = values.permute(0, 2, 3, 1)
+    return values.flatten(1)

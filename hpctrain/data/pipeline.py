@@ -3,8 +3,8 @@
     stage                   what it changes                               key of its random numbers
     flips and shifts        stored values (n, H, W, C) of their type      "augment"
     scaling                 makes floats (n, C, H, W) in [0, 1] of them
+    the user's transform    these floats                                  "own augmentation"
     normalization           (x - mean) / std per channel
-    the user's transform    inputs (n, C, H, W)                           "own augmentation"
     the task's stage        inputs and targets                            its own: "noise"
 
 A batch has one key, from which each stage derives its own: what one draws does not change what
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hpctrain.data.augment import NOTHING, Augmentation, augment, to_input
+from hpctrain.data.augment import NOTHING, Augmentation, augment, normalize, to_input
 from hpctrain.data.partition import random_key
 
-# inputs (n, C, H, W) and the key of the batch -> others of the same shape and dtype
+# images (n, C, H, W) in [0, 1] and the key of the batch -> others of the same shape and dtype
 Transform = Callable[[Tensor, int], Tensor]
 # inputs (n, C, H, W), targets (n, ...) and the key of the batch -> inputs and targets
 Stage = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -63,10 +63,13 @@ class Pipeline:
     def inputs(self, images: Tensor, key: int = 0) -> Tensor:
         """Return the inputs (n, C, H, W) of stored images (n, H, W, C) before the task's stage."""
         images = augment(images.to(self.device), self.augmentation, random_key(key, "augment"))
-        inputs = to_input(images, self._mean, self._std, self.dtype, self.channels_last)
         if self.transform is None:
+            return to_input(images, self._mean, self._std, self.dtype, self.channels_last)
+        scaled = to_input(images, dtype=self.dtype, channels_last=self.channels_last)
+        inputs = self.transform(scaled, key)
+        if self._mean is None or self._std is None:
             return inputs
-        return self.transform(inputs, key)
+        return normalize(inputs, self._mean, self._std, self.channels_last)
 
     def plain(self) -> Pipeline:
         """Return the pipeline of an evaluation: without augmentation, the user's own among it."""

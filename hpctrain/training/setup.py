@@ -286,11 +286,11 @@ def check_own_augment(network: Network, train: Split, comm: Comm) -> None:
     function = network.augment
     if function is None:
         return
-    built_in = dataclasses.replace(network.pipeline, transform=None)
+    before = dataclasses.replace(network.pipeline, transform=None, scaling=None)
 
     def check() -> None:
         rows = np.arange(min(FIRST_ROWS, len(train)))
-        check_augment(function, read_samples(train, rows, built_in), random_key("own functions"))
+        check_augment(function, read_samples(train, rows, before), random_key("own functions"))
 
     on_root(comm, check)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import hpctrain as hp
@@ -41,6 +42,34 @@ def test_each_stage_is_given_what_the_one_before_made_and_the_key_of_the_batch()
     assert targets.tolist() == list(range(1, 32))
     assert [key for _, key in seen] == [KEY, KEY]
     assert torch.equal(pipeline.inputs(images(), KEY), moved(images()) + 1)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_transform_is_given_values_in_0_to_1_and_its_result_is_normalized(dtype, channels_last):
+    seen = []
+
+    def darken(inputs, key):
+        seen.append(inputs.clone())
+        return inputs * 0.5
+
+    settings = {"dtype": dtype, "channels_last": channels_last, "augmentation": FLIPS_AND_SHIFTS}
+    result = hp.Pipeline(**settings, scaling=SCALING, transform=darken).inputs(images(), KEY)
+    unit = hp.Pipeline(**settings).inputs(images(), KEY)
+    assert torch.equal(seen[0], unit) and unit.max() == 1
+    mean, std = (torch.tensor(values).double()[:, None, None] for values in SCALING)
+    expected = (unit.double() * 0.5 - mean) / std
+    rounding = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(result.double(), expected, rtol=rounding, atol=rounding)
+    assert (result.dtype, result.stride()) == (dtype, unit.stride())
+    assert hp.Pipeline(scaling=SCALING, transform=darken).inputs(images(0)).shape == (0, 3, 7, 5)
+
+
+def test_what_a_transform_keeps_of_its_result_is_not_changed_by_normalization():
+    gray = torch.full((31, 3, 7, 5), 0.5).contiguous(memory_format=torch.channels_last)
+    pipeline = hp.Pipeline(scaling=SCALING, transform=lambda inputs, key: gray)
+    assert torch.equal(pipeline.inputs(images(), 1), pipeline.inputs(images(), 2))
+    assert gray.unique().tolist() == [0.5]
 
 
 def test_an_evaluation_leaves_out_augmentation_alone():

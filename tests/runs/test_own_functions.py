@@ -203,7 +203,7 @@ def test_a_denoising_run_with_a_loss_of_its_own(pack):
         assert found == pytest.approx(evaluations(run)[-1]["loss"], rel=1e-3)
 
 
-def test_an_augmentation_works_on_the_input_of_training_alone(tmp_path):
+def test_an_augmentation_works_on_the_images_of_training_alone(tmp_path):
     """Images of half the brightness, by a function or in the file, give the same network.
 
     Running statistics may differ in their last bit: their first shift is that of other images.
@@ -221,6 +221,14 @@ def test_an_augmentation_works_on_the_input_of_training_alone(tmp_path):
     for name, expected in weights_of(half).items():
         torch.testing.assert_close(weights_of(dark)[name], expected, rtol=1e-6, atol=1e-8)
     assert evaluations(half)[-1]["loss"] == pytest.approx(evaluations(dark)[-1]["loss"], rel=1e-5)
+
+
+def test_an_augmentation_is_given_images_before_normalization(pack):
+    words = ["--normalize", "pack", "--flip"]
+    plain = train_once(pack, *words, run="plain")
+    same = train_once(pack, *words, "--augment", own("check_unit"), run="same", ranks=2)
+    for name, expected in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(same)[name], expected, rtol=1e-3, atol=1e-5)
 
 
 def test_the_test_at_the_start_changes_neither_network_nor_random_numbers(pack):

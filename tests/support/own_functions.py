@@ -161,6 +161,12 @@ def darken(images, generator):
     return images.mul_(0.5)
 
 
+def check_unit(images, generator):
+    """Changes nothing; fails for images that are normalized."""
+    assert 0 <= images.min() <= images.max() <= 1
+    return images
+
+
 def mirror_by_torch(images, generator):
     return images.flip(3) if torch.rand(()) < 0.5 else images
 
