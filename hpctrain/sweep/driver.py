@@ -66,12 +66,11 @@ def main(settings: SweepConfig) -> int:
         raise UsageError(f"the sweep {folder} is at work: it writes {RESULTS_FILE} itself")
     if not settings.dry_run and (settings.results or not left):
         return conclude(folder, trainings)
-    slots = find_slots(settings, networks) if settings.dry_run or not settings.prepare else []
+    slots: list[Slot] = []
+    if settings.dry_run or not settings.prepare:
+        slots = find_slots(settings, networks)
     if settings.dry_run:
-        where = "; ".join(f"{slot.number}: {slot}" for slot in slots)
-        command = shlex.join([*slots[0].command, f"{folder}/{networks[0].name}.toml"])
-        say("\n".join(network.name for network in networks))
-        say(f"{len(networks)} networks in {len(slots)} slots ({where})\nlaunch: {command}")
+        say_plan(folder, networks, slots)
         return 0
     for network in networks:
         require_trust(vars(network.config), file, settings.trust_code)
@@ -87,11 +86,21 @@ def main(settings: SweepConfig) -> int:
         if not settings.prepare:
             return drive(folder, trainings, slots)
         numbers = ranges([training.network.number for training in left]).replace(" ", "")
-        words = [str(folder), *["--trust-code"] * settings.trust_code]
+        words = [str(folder)]
+        if settings.trust_code:
+            words.append("--trust-code")
         say(f"sbatch --array={numbers} slurm/sweep.sbatch {shlex.join(words)}")
         return 0
     finally:
         lock.release()
+
+
+def say_plan(folder: Path, networks: list[SweepNetwork], slots: list[Slot]) -> None:
+    """Print the networks, the slots, and the command that launches the first network."""
+    where = "; ".join(f"{slot.number}: {slot}" for slot in slots)
+    command = shlex.join([*slots[0].command, f"{folder}/{networks[0].name}.toml"])
+    say("\n".join(network.name for network in networks))
+    say(f"{len(networks)} networks in {len(slots)} slots ({where})\nlaunch: {command}")
 
 
 def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
@@ -100,16 +109,20 @@ def find_sweep(settings: SweepConfig) -> tuple[Path, list[SweepNetwork], Path]:
     The folder has the name given by --run, else that of the file, unless it was named in place of a
     file. Raises UsageError.
     """
-    file, runs_dir = Path(settings.file), settings.runs_dir
-    folder = Path(runs_dir) / (settings.run or file.stem)
-    if file.name == SWEEP_FILE and file.resolve().parent.parent == Path(runs_dir).resolve():
+    file = Path(settings.file)
+    runs_dir = Path(settings.runs_dir)
+    folder = runs_dir / (settings.run or file.stem)
+    if file.name == SWEEP_FILE and file.resolve().parent.parent == runs_dir.resolve():
         file = file.parent  # a sweep's own copy stands for it
     if not file.is_file():
         if file.suffix == ".toml":
             raise UsageError(f"there is no file {file}")
-        named = find_folder(str(file), runs_dir)
-        file, folder = named / SWEEP_FILE, folder if settings.run else named
-    networks, copy = read_sweep(file), folder / SWEEP_FILE
+        named = find_folder(str(file), settings.runs_dir)
+        file = named / SWEEP_FILE
+        if not settings.run:
+            folder = named
+    networks = read_sweep(file)
+    copy = folder / SWEEP_FILE
     is_begun = copy.is_file() and copy.read_bytes() == file.read_bytes()
     if folder.exists() and not is_begun and not is_left_behind(folder, networks):
         raise UsageError(f"{folder} is no sweep of this {file}: choose another --run")
@@ -127,22 +140,39 @@ def check_data(networks: list[SweepNetwork]) -> None:
     from hpctrain.data.pack import read_pack
     from hpctrain.packing.find import find_pack_path
 
-    named = {(n.config.data, n.config.cache_dir, n.config.images) for n in networks}
-    for data, cache_dir, images in sorted(named, key=str):
+    sources = {
+        (
+            network.config.data,
+            network.config.cache_dir,
+            network.config.images,
+        )
+        for network in networks
+    }
+    for data, cache_dir, images in sorted(sources, key=str):
         path = find_pack_path(data, cache_dir)
         if images is None:
             read_pack(path)
 
 
-def write_settings(folder: Path, file: Path, networks: list[SweepNetwork], runs_dir: str) -> None:
+def write_settings(
+    folder: Path,
+    file: Path,
+    networks: list[SweepNetwork],
+    runs_dir: str,
+) -> None:
     """Write the files that the runs need; sweep.toml last, and only once. Raises RunError."""
     with writing(folder):
         for network in networks:
-            own = {"run": network.name, "runs_dir": str(folder), "progress": "plain"}
+            settings = network.config.changed() | {
+                "run": network.name,
+                "runs_dir": str(folder),
+                "progress": "plain",
+            }
             init = network.config.init
             if init is not None and (Path(runs_dir) / init).exists():  # the name of a run
-                own["init"] = str(Path(runs_dir) / init)
-            path, text = folder / f"{network.name}.toml", to_toml(network.config.changed() | own)
+                settings["init"] = str(Path(runs_dir) / init)
+            path = folder / f"{network.name}.toml"
+            text = to_toml(settings)
             if not path.exists() or path.read_text("utf-8") != text:
                 write_whole(path, text)
         if not (folder / SWEEP_FILE).exists():
@@ -158,8 +188,11 @@ class Slot(NamedTuple):
     gpus: Sequence[str] = ()
 
     def __str__(self) -> str:
-        cores = f"cores {ranges(self.cores)}" if self.cores else "any core"
-        return f"GPU {', '.join(self.gpus)}" if self.gpus else cores
+        if self.gpus:
+            return f"GPU {', '.join(self.gpus)}"
+        if self.cores:
+            return f"cores {ranges(self.cores)}"
+        return "any core"
 
 
 def find_slots(settings: SweepConfig, networks: list[SweepNetwork]) -> list[Slot]:
@@ -167,16 +200,21 @@ def find_slots(settings: SweepConfig, networks: list[SweepNetwork]) -> list[Slot
 
     On this machine, they share GPUs or cores only if there are too few for one per slot.
     """
-    ranks, inside = settings.ranks_per_network, "SLURM_JOB_ID" in os.environ
-    trust = ["--trust-code"] * settings.trust_code
-    train = [sys.executable, "-m", "hpctrain", "train", *trust, "--config"]
-    if settings.launcher == "srun" and not inside:
+    ranks = settings.ranks_per_network
+    is_slurm_job = "SLURM_JOB_ID" in os.environ
+    train = [sys.executable, "-m", "hpctrain", "train"]
+    if settings.trust_code:
+        train.append("--trust-code")
+    train.append("--config")
+    if settings.launcher == "srun" and not is_slurm_job:
         raise UsageError("--launcher srun: this is no Slurm job; --prepare is for job arrays")
-    if inside and settings.launcher != "mpirun":
+    if is_slurm_job and settings.launcher != "mpirun":
         words, count = step_words(ranks)
         return [Slot(n + 1, [*words, *train]) for n in range(settings.slots or count)]
     cores = sorted(allowed_cores())[: core_count()]  # a quota may allow fewer
-    gpus = visible_gpus() if any(n.config.device != "cpu" for n in networks) else []
+    gpus: list[str] = []
+    if any(network.config.device != "cpu" for network in networks):
+        gpus = visible_gpus()
     count = settings.slots or max(1, len(gpus or cores) // ranks)
     if len(cores) < count:
         cores = []
@@ -187,12 +225,21 @@ def find_slots(settings: SweepConfig, networks: list[SweepNetwork]) -> list[Slot
     def share(items: list, n: int) -> list:
         return items[len(items) * n // count : len(items) * (n + 1) // count]
 
-    return [Slot(n + 1, command, share(cores, n), share(gpus, n)) for n in range(count)]
+    return [
+        Slot(
+            number=n + 1,
+            command=command,
+            cores=share(cores, n),
+            gpus=share(gpus, n),
+        )
+        for n in range(count)
+    ]
 
 
 def visible_gpus() -> list[str]:
     """Return the names of the GPUs visible to CUDA programs; empty without a driver."""
-    if (names := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is not None:
         return [name for name in names.split(",") if name.strip() not in ("", "-1")]
     with suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
@@ -209,12 +256,21 @@ def step_words(ranks: int) -> tuple[list[str], int]:
     tasks = tasks_by_node(env.get("SLURM_TASKS_PER_NODE") or env.get("SLURM_NTASKS", "1"))
     if sum(tasks) < ranks:
         raise UsageError(f"--ranks-per-network {ranks}: the allocation has {sum(tasks)} tasks")
-    fit = sum(count // ranks for count in tasks) if ranks <= max(tasks) else sum(tasks) // ranks
+    if ranks <= max(tasks):  # a step is on one node
+        fit = sum(count // ranks for count in tasks)
+    else:
+        fit = sum(tasks) // ranks
     nodes = math.ceil(ranks / max(tasks))
-    words = [*srun_words(), "--exact", f"--nodes={nodes}", f"--ntasks={ranks}"]
-    words.append("--kill-on-bad-exit=1")
     cores = env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_PER_GPU", "1")
-    words += [f"--mpi={env.get('HPCTRAIN_PMI', 'pmix')}", f"--cpus-per-task={cores}"]
+    words = [
+        *srun_words(),
+        "--exact",
+        f"--nodes={nodes}",
+        f"--ntasks={ranks}",
+        "--kill-on-bad-exit=1",
+        f"--mpi={env.get('HPCTRAIN_PMI', 'pmix')}",
+        f"--cpus-per-task={cores}",
+    ]
     memory = env.get("SLURM_MEM_PER_NODE", "")
     if memory.isdigit() and int(memory):  # MiB; else one step takes it all and the others wait
         words.append(f"--mem={int(memory) * math.ceil(ranks / nodes) // max(tasks)}M")
@@ -228,7 +284,11 @@ class Training:
     """One network of a sweep: its status and its history, and its launch while it is trained."""
 
     def __init__(
-        self, folder: Path, network: SweepNetwork, earlier: dict[str, str], retry: bool
+        self,
+        folder: Path,
+        network: SweepNetwork,
+        earlier: dict[str, str],
+        retry: bool,
     ) -> None:
         """`earlier` is the line of an earlier results.csv. The run is not running."""
         self.network = network
@@ -257,14 +317,33 @@ class Training:
     def launch(self, slot: Slot, sessions: str) -> None:
         """Start the network in a slot. Raises RunError if it cannot be started."""
         (self.run / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
-        self.slot, self._log_start = slot, self.log.stat().st_size if self.log.exists() else 0
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)} if slot.gpus else {}
-        env = launch.environment({**launch.UNBOUND, **own, **launch.own_sessions(sessions)})
-        command = [*slot.command, f"{self.run}.toml"]
-        self.launched = launch.LaunchedRun(self.run, command, env, self.log, slot.cores)
+        self.slot = slot
+        self._log_start = 0  # where the output of this launch begins
+        if self.log.exists():
+            self._log_start = self.log.stat().st_size
+        variables = {**launch.UNBOUND, **launch.own_sessions(sessions)}
+        if slot.gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
+        self.launched = launch.LaunchedRun(
+            folder=self.run,
+            command=[*slot.command, f"{self.run}.toml"],
+            env=launch.environment(variables),
+            log=self.log,
+            cores=slot.cores,
+        )
         self.history = self.launched.history
         self.outcome = Outcome(Status.RUNNING)
-        self.is_stopping = False
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """Ask the network to stop after its next step, once."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            request_stop(self.run)
+
+    def is_locked(self) -> bool:
+        """Whether another process works in the folder of the run."""
+        return self.run.is_dir() and is_locked(self.run)
 
     def has_ended(self) -> bool:
         """Whether the process has ended; then the outcome is set, to unfinished if it left."""
@@ -288,34 +367,48 @@ class Training:
             return recorded
         if self.launched.is_notified or code == LEFT:  # it saved, was killed, or fails again
             return Outcome(Status.UNFINISHED, recorded.reason)
+        return Outcome(Status.FAILED, self._why_failed(code, recorded))
+
+    def _why_failed(self, code: int, recorded: Outcome) -> str:
         if recorded.status == Status.FAILED and recorded.reason:
-            return recorded
+            return recorded.reason
         if recorded.status != Status.FAILED:
             if code < 0:
-                name = signal.Signals(-code).name
-                return Outcome(Status.FAILED, f"ended by signal {-code} ({name})")
+                return f"ended by signal {-code} ({signal.Signals(-code).name})"
             if code == 0:
-                return Outcome(Status.FAILED, "it ended without a record")
+                return "it ended without a record"
         output = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-        return Outcome(Status.FAILED, launch.last_error_line(output))
+        return launch.last_error_line(output)
 
     def row(self) -> tuple[str, str, str]:
         """Return name, status and progress: "epoch 3 of 20, validation 0.9120, 12 s"."""
-        history, epochs = self.history, self.history.facts.get("epochs")
-        validation = history.best_validation()
-        figures = {"training": history.training, "validation": validation, "test": history.test}
-        texts = [f"epoch {history.completed} of {epochs}"] if epochs else []
+        history = self.history
+        epochs = history.facts.get("epochs")
+        figures = {
+            "training": history.training,
+            "validation": history.best_validation(),
+            "test": history.test,
+        }
+        texts: list[str] = []
+        if epochs:
+            texts.append(f"epoch {history.completed} of {epochs}")
         for split, metrics in figures.items():
             value = metrics.loss if metrics.accuracy is None else metrics.accuracy
-            texts += [f"{split} {short_number(value)}"] if value is not None else []
-        texts += [f"{history.seconds:.0f} s"] if epochs else []
+            if value is not None:
+                texts.append(f"{split} {short_number(value)}")
+        if epochs:
+            texts.append(f"{history.seconds:.0f} s")
         texts += filter(None, [self.outcome.reason])
         if self.status == Status.FAILED:
             texts.append(f"see {self.log}")
         return self.network.name, self.status, ", ".join(texts)
 
 
-def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
+def read_trainings(
+    folder: Path,
+    networks: list[SweepNetwork],
+    retry: bool,
+) -> list[Training]:
     """Return all networks of a sweep. With `retry`, those that have failed are unfinished."""
     earlier: dict[str, dict[str, str]] = {}
     with (
@@ -326,62 +419,117 @@ def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> l
     return [Training(folder, network, earlier.get(network.name, {}), retry) for network in networks]
 
 
+class Driver:
+    """The networks of a sweep: those that are trained in its slots, and those that wait."""
+
+    def __init__(
+        self,
+        folder: Path,
+        trainings: list[Training],
+        slots: list[Slot],
+        sessions: str,
+    ) -> None:
+        """`sessions` is a folder for the sockets of launchers."""
+        self.folder = folder
+        self.trainings = trainings
+        self.slots = slots
+        self.running: list[Training] = []
+        self.waiting = [training for training in trainings if training.status not in FINAL]
+        self.ending = ""  # why no network begins any more: STOP, or what preempted the sweep
+        self._sessions = sessions
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a network is trained, or one that waits may begin."""
+        return bool(self.running or (self.waiting and not self.ending))
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the sweep ends for another reason than a STOP file."""
+        return self.ending not in ("", STOP_FILE)
+
+    def look_for_end(self, signals: launch.ReceivedSignals) -> None:
+        """Let the sweep end if there is a STOP file or a signal."""
+        if not self.ending and (self.folder / STOP_FILE).exists():
+            self.ending = STOP_FILE
+        if signals and not self.is_preempted:
+            self.ending = signals[0][0].name
+
+    def remove_ended(self) -> None:
+        """Print the networks that have ended; a network that was preempted ends the sweep."""
+        for training in [training for training in self.running if training.has_ended()]:
+            self.running.remove(training)
+            if training.status == Status.UNFINISHED and not self.is_preempted:
+                self.ending = f"{training.network.name} was preempted: {training.outcome.reason}"
+            write_results(self.folder, self.trainings)
+            final = sum(training.status in FINAL for training in self.trainings)
+            say(f"{'  '.join(training.row())}  ({final} of {len(self.trainings)})")
+
+    def end_running(self) -> None:
+        """Ask the networks that are trained to stop, or to save and end, if the sweep ends."""
+        for training in self.running:
+            if self.is_preempted:
+                training.launched.notify()
+            elif self.ending and training.run.is_dir():  # else it has just begun
+                training.stop()
+
+    def begin_waiting(self) -> None:
+        """Launch networks that wait, and are not locked by others, in the slots that are free."""
+        if self.ending:
+            return
+        used = [training.slot for training in self.running]
+        free = [slot for slot in self.slots if slot not in used]
+        unlocked = (training for training in [*self.waiting] if not training.is_locked())
+        for slot, training in zip(free, unlocked, strict=False):
+            self.waiting.remove(training)
+            training.launch(slot, self._sessions)
+            self.running.append(training)
+            write_results(self.folder, self.trainings)
+            say(f"{training.network.name} begins in slot {slot.number} ({slot})")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return what is shown of the networks that are trained."""
+        for training in self.running:
+            training.history.follow()
+        return [
+            (
+                f"slot {training.slot.number}",
+                str(training.slot),
+                *training.row(),
+            )
+            for training in self.running
+        ]
+
+
 def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
     """Train until all networks have ended or the sweep must end. Return the exit code.
 
     On the first signal all networks are preempted; on a second Ctrl-C or SIGTERM they are killed.
     A STOP file in the folder of the sweep stops them.
     """
-    running: list[Training] = []
-    waiting = [training for training in trainings if training.status not in FINAL]
-    ending = ""  # why no network begins any more: STOP, or what preempted the sweep
-    sessions = tempfile.TemporaryDirectory(prefix="hpctrain-", ignore_cleanup_errors=True)
+    temporary = tempfile.TemporaryDirectory(prefix="hpctrain-", ignore_cleanup_errors=True)
     # Not refreshed by a thread, because this process forks.
     live = Live(console=make_console(), auto_refresh=False, transient=True)
-    with launch.caught_signals() as signals, sessions as place, live:
-        while running or (waiting and not ending):
-            before = ending
-            if not ending and (folder / STOP_FILE).exists():
-                ending = STOP_FILE
-            if signals and ending in ("", STOP_FILE):
-                ending = signals[0][0].name
-            for training in [each for each in running if each.has_ended()]:
-                running.remove(training)
-                if training.status == Status.UNFINISHED and ending in ("", STOP_FILE):
-                    ending = f"{training.network.name} was preempted: {training.outcome.reason}"
-                write_results(folder, trainings)
-                final = sum(each.status in FINAL for each in trainings)
-                say(f"{'  '.join(training.row())}  ({final} of {len(trainings)})")
-            if running and ending != before:
-                how = "stop" if ending == STOP_FILE else "save and end; once more ends them at once"
-                say(f"{ending}: the networks {how}")
-            for training in running if ending else ():
-                if ending != STOP_FILE:
-                    training.launched.notify()
-                elif training.run.is_dir() and not training.is_stopping:  # else it has just begun
-                    training.is_stopping = True
-                    request_stop(training.run)
+    with launch.caught_signals() as signals, temporary as sessions, live:
+        driver = Driver(folder, trainings, slots, sessions)
+        while driver.is_at_work:
+            before = driver.ending
+            driver.look_for_end(signals)
+            driver.remove_ended()
+            if driver.running and driver.ending != before:
+                how = "save and end; once more ends them at once" if driver.is_preempted else "stop"
+                say(f"{driver.ending}: the networks {how}")
+            driver.end_running()
             if launch.is_repeated(signals):
-                launch.end(*(training.launched.process for training in running))
-            used = [training.slot for training in running]
-            free = [slot for slot in slots if slot not in used and not ending]
-            unlocked = (t for t in [*waiting] if not (t.run.is_dir() and is_locked(t.run)))
-            for slot, training in zip(free, unlocked, strict=False):
-                waiting.remove(training)
-                training.launch(slot, place)
-                running.append(training)
-                write_results(folder, trainings)
-                say(f"{training.network.name} begins in slot {slot.number} ({slot})")
-            for training in running:
-                training.history.follow()
-            places = [(f"slot {each.slot.number}", f"{each.slot}", *each.row()) for each in running]
-            live.update(grid(places), refresh=True)
+                launch.end(*(training.launched.process for training in driver.running))
+            driver.begin_waiting()
+            live.update(grid(driver.rows()), refresh=True)
             time.sleep(POLL_EVERY)
     (folder / STOP_FILE).unlink(missing_ok=True)
     code = conclude(folder, trainings)
-    if ending in ("", STOP_FILE):
+    if not driver.is_preempted:
         return code
-    say(f"preempted ({ending}); the same command resumes")
+    say(f"preempted ({driver.ending}); the same command resumes")
     return LEFT
 
 
@@ -392,10 +540,18 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
     header = ("name", "status", "reason", *names, *FIGURES, "epochs", "seconds")
     lines: list[Sequence[object]] = [header]
     for training, table in zip(trainings, tables, strict=True):
-        line: list[object] = [training.network.name, training.status, training.outcome.reason]
-        line += [table[name] for name in names]
-        line += [*reversed(training.history.best_validation()), *reversed(training.history.test)]
-        lines.append([*line, training.history.completed, round(training.history.seconds, 1)])
+        history = training.history
+        line = (
+            training.network.name,
+            training.status,
+            training.outcome.reason,
+            *(table[name] for name in names),
+            *reversed(history.best_validation()),
+            *reversed(history.test),
+            history.completed,
+            round(history.seconds, 1),
+        )
+        lines.append(line)
     path = folder / RESULTS_FILE
     with writing(path), whole_file(path) as binary, as_text(binary) as file:
         csv.writer(file).writerows(lines)
@@ -409,7 +565,8 @@ def conclude(folder: Path, trainings: list[Training]) -> int:
     write_results(folder, trainings)
     by_run = {training.run: training for training in trainings}
     best = [by_run[run] for run, _ in ranked_runs(folder) if run in by_run]
-    make_console().print(grid([each.row() for each in dict.fromkeys([*best, *trainings])]))
+    ordered = dict.fromkeys([*best, *trainings])
+    make_console().print(grid([training.row() for training in ordered]))
     counts = Counter(training.status for training in trainings)
     say(f"{folder}: {', '.join(f'{counts[status]} {status}' for status in sorted(counts))}")
     return int(Status.FAILED in counts)

@@ -24,8 +24,18 @@ from hpctrain.errors import UsageError
 
 MOST = 10_000  # networks
 LONGEST_NAME = 80  # characters
-TABLES = {"base": dict, "grid": dict, "variant": list}
-OWNED = ("run", "runs_dir", "resume", "progress", "dry_run")  # set by the sweep itself
+TABLES = {
+    "base": dict,
+    "grid": dict,
+    "variant": list,
+}
+SET_BY_SWEEP = (
+    "run",
+    "runs_dir",
+    "resume",
+    "progress",
+    "dry_run",
+)
 
 
 class SweepNetwork(NamedTuple):
@@ -34,6 +44,14 @@ class SweepNetwork(NamedTuple):
     number: int  # 1, 2, ...
     name: str
     config: Config
+
+
+class GivenNetwork(NamedTuple):
+    """One network as the file gives it."""
+
+    place: str  # in the file
+    name: str  # empty without one
+    settings: dict[str, Any]  # besides those of [base]
 
 
 def read_sweep(path: Path) -> list[SweepNetwork]:
@@ -47,28 +65,37 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
         is_table = isinstance(content, TABLES.get(key, NoneType))
         if not is_table or (key == "variant" and not all(isinstance(t, dict) for t in content)):
             raise UsageError(f"{path}: {key}: write tables [base] and [grid], and [[variant]]")
-    grid, variants = tables.get("grid", {}), tables.get("variant", [])
+    grid = tables.get("grid", {})
+    variants = tables.get("variant", [])
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UsageError(f"{path}, [grid]: {key} must be a list of values, not {values}")
-    count = len(variants) + (math.prod(map(len, grid.values())) if grid else 0)
+    count = len(variants)
+    if grid:
+        count += math.prod(map(len, grid.values()))
     if not 0 < count <= MOST:
         limits = f"there must be one, in a [grid] or a [[variant]], and at most {MOST:,}"
         raise UsageError(f"{path}: {count:,} networks; {limits}")
-    points = itertools.product(*grid.values()) if grid else ()
-    given = [("[grid]", "", dict(zip(grid, point, strict=True))) for point in points]
+    given: list[GivenNetwork] = []
+    if grid:
+        for point in itertools.product(*grid.values()):
+            settings = dict(zip(grid, point, strict=True))
+            given.append(GivenNetwork("[grid]", "", settings))
+    names: set[str] = set()
     for table in variants:
         name = table.pop("name", "")
-        if not isinstance(name, str) or (name and name in [other for _, other, _ in given]):
+        if not isinstance(name, str) or (name and name in names):
             raise UsageError(f"{path}: the name of a variant must be a text of its own: {name!r}")
-        given.append(("[[variant]]", name, table))
+        names.add(name)
+        given.append(GivenNetwork("[[variant]]", name, table))
     base = read_settings(tables.get("base", {}), Config(), f"{path}, [base]")
     networks: dict[Config, SweepNetwork] = {}
     digits = max(2, len(str(count)))
-    for number, (place, name, table) in enumerate(given, start=1):
-        config = read_settings(table, base, f"{path}, {place}")
-        settings = {key: config.table()[key] for key in table}
-        folder = f"{number:0{digits}}-{folder_name(settings, name)}"
+    for number, network in enumerate(given, start=1):
+        config = read_settings(network.settings, base, f"{path}, {network.place}")
+        table = config.table()
+        settings = {key: table[key] for key in network.settings}
+        folder = f"{number:0{digits}}-{folder_name(settings, network.name)}"
         try:
             config.check_conflicts()
         except UsageError as error:
@@ -79,10 +106,15 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
     return list(networks.values())
 
 
-def read_settings(table: dict[str, Any], base: Config, place: str) -> Config:
+def read_settings(
+    table: dict[str, Any],
+    base: Config,
+    place: str,
+) -> Config:
     """Return `base` with the settings of a table. Raises UsageError if one is unknown or wrong."""
-    if owned := [key for key in table if key in OWNED]:
-        raise UsageError(f"{place}: {owned[0]} is set by the sweep itself")
+    for key in table:
+        if key in SET_BY_SWEEP:
+            raise UsageError(f"{place}: {key} is set by the sweep itself")
     return from_table(table, base, place)
 
 
@@ -93,8 +125,12 @@ def folder_name(settings: dict[str, Any], name: str) -> str:
     """
     texts = []
     for key, value in settings.items():
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        text = ("no", "yes")[value] if isinstance(value, bool) else text
+        if isinstance(value, bool):
+            text = "yes" if value else "no"
+        elif isinstance(value, float):
+            text = f"{value:g}"
+        else:
+            text = str(value)
         texts.append(f"{key}={text.rstrip('/').rpartition('/')[2]}")
     text = name or ",".join(texts) or "base"
     return re.sub(r"[^A-Za-z0-9._=,+:@-]+", "_", text)[:LONGEST_NAME].rstrip(".,=")
