@@ -64,8 +64,8 @@ def stages_before_input(run: Any, shard: int, key: int) -> dict[str, Tensor | np
     divisor = split.pack.divisor  # with which values are divided when they are read
     stored = values_in_file(split, samples) if divisor else read
     augmentation = Augmentation(run.config.flip, run.config.shift)
-    prepare = hp.make_prepare(augmentation=augmentation)
-    unit = prepare(torch.from_numpy(read), key)
+    pipeline = hp.Pipeline(augmentation=augmentation)
+    unit = pipeline.inputs(torch.from_numpy(read), key)
     augmented = unit.permute(0, 2, 3, 1).numpy()
     if stored.dtype.kind == "u":
         augmented = (augmented * (divisor or 255)).round().astype(stored.dtype)
@@ -88,7 +88,7 @@ def lines_of_block(run: Any) -> list[str]:
         lines.append(f"block target {digest(targets)}")
         return {}
 
-    inference = Inference(run.trainer.model, run.task, run.prepare, run.plan.evaluation_rows)
+    inference = Inference(run.trainer.model, run.task, run.pipeline, run.plan.evaluation_rows)
     for _ in inference.outputs(run.split("validation"), [BLOCK], compute):
         pass
     return lines
