@@ -73,7 +73,13 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     train = next(iter(content.infos))  # its name, which is "" without given splits
     values = np.unique(content.labels[train])
     check_alike(path, content, train, values)
-    pack = describe_file(path, content, train, values, how)
+    pack = describe_file(
+        path,
+        content=content,
+        train=train,
+        values=values,
+        how=how,
+    )
     probes = {
         split: _probe_images(pack, info, has_max_value=how.max_value is not None)
         for split, info in content.infos.items()

@@ -217,8 +217,11 @@ def load_whole(image: ImageFile, data: bytes, reach: int = 0) -> tuple[ImageFile
 
 def draft(image: ImageFile, reach: int) -> Box:
     """Choose the scale of an opened JPEG for `load_whole`; return the box that it will have."""
-    drafted = image.draft(None, (reach, reach)) if reach else None
-    return drafted[1] if drafted else (0, 0, *image.size)
+    whole = (0, 0, *image.size)
+    if not reach:
+        return whole
+    drafted = image.draft(None, (reach, reach))
+    return drafted[1] if drafted else whole
 
 
 def load_jpeg(image: ImageFile, data: bytes, reach: int) -> ImageFile:
@@ -258,11 +261,15 @@ def explain_error(data: bytes, error: Exception) -> str:
     """Return why Pillow, which raised this error, does not open a file."""
     if not data:
         return "the file is empty"
-    is_identified = not isinstance(error, Image.UnidentifiedImageError)
-    name = name_format(data, FOREIGN if is_identified else (*FOREIGN, *UNIDENTIFIED))
+    reason = first_line(error)
+    signatures: Sequence[tuple[bytes, str, str]] = FOREIGN
+    if isinstance(error, Image.UnidentifiedImageError):
+        reason = "not an image of a known format"
+        signatures = (*FOREIGN, *UNIDENTIFIED)
+    name = name_format(data, signatures)
     if name:
         return f"not a readable image but {name}"
-    return first_line(error) if is_identified else "not an image of a known format"
+    return reason
 
 
 def name_format(data: bytes, signatures: Sequence[tuple[bytes, str, str]] = FOREIGN) -> str:
@@ -389,7 +396,7 @@ def scale_transparent_value(image: Image.Image) -> None:
 def raw_mode(image: Image.Image) -> str:
     """Return how the pixels of an opened image are stored, in Pillow's words, such as "RGB;16B"."""
     arguments = tile_arguments(image)
-    return str(arguments[0] if arguments else "")
+    return str(arguments[0]) if arguments else ""
 
 
 def tile_arguments(image: Image.Image) -> tuple[Any, ...]:
@@ -398,7 +405,9 @@ def tile_arguments(image: Image.Image) -> tuple[Any, ...]:
     if not tiles:
         return ()
     arguments = tiles[0][3]
-    return arguments if isinstance(arguments, tuple) else (arguments,)
+    if not isinstance(arguments, tuple):
+        arguments = (arguments,)
+    return arguments
 
 
 def tiff_tags(image: Image.Image) -> Mapping[int, Any]:

@@ -68,7 +68,11 @@ def locate_dataset(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
     """
     path = os.path.abspath(os.fsdecode(data.file.filename))
     sizes[path] = os.path.getsize(path)
-    stored = Stored(data.name, str(data.dtype), data.shape)
+    stored = Stored(
+        dataset=data.name,
+        dtype=str(data.dtype),
+        shape=data.shape,
+    )
     if data.is_virtual:
         return stored._replace(chunk_rows=_check_sources(data, path, sizes))
     if data.external:
@@ -142,7 +146,8 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
 
     Raises Unusable for a source that is missing or too short, and for values that none holds.
     """
-    if prefix := os.environ.get("HDF5_VDS_PREFIX"):  # HDF5 then looks at several places
+    prefix = os.environ.get("HDF5_VDS_PREFIX")
+    if prefix:  # HDF5 then looks at several places
         raise Unusable(f"sources may be elsewhere by HDF5_VDS_PREFIX={prefix}: unset it")
     rows = 0
     mapped = h5py.h5s.create_simple(data.shape)
@@ -161,7 +166,13 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
             mapped.select_all()
         elif space.is_regular_hyperslab():
             start, stride, count, block = space.get_regular_hyperslab()
-            mapped.select_hyperslab(start, count, stride, block, h5py.h5s.SELECT_OR)
+            mapped.select_hyperslab(
+                start,
+                count,
+                stride,
+                block,
+                h5py.h5s.SELECT_OR,
+            )
         else:
             raise Unusable(f"{where} has a selection that is not a regular hyperslab")
     covered = mapped.get_select_npoints()
@@ -204,7 +215,13 @@ class Hdf5Rows:
         self._lock = threading.Lock()
         # HDF5 caches what was read last, of each source of a virtual dataset: calls continue there.
         cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes) // len(sizes)
-        self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cached, rdcc_nslots=SLOTS)
+        self._file = h5py.File(
+            path,
+            "r",
+            locking=False,
+            rdcc_nbytes=cached,
+            rdcc_nslots=SLOTS,
+        )
         self._data = self._file[stored.dataset]
         self._state = self._read_state()
 

@@ -108,7 +108,8 @@ class Listing:
 
     def add_note(self, text: str, names: Iterable[str], noun: str = "file") -> None:
         """Add a line such as "text: 3 files (a, b, c)", if there are names."""
-        if names := sorted(names):
+        names = sorted(names)
+        if names:
             self.notes.append(f"{text}: {counted(len(names), noun)} ({listed_names(names)})")
 
     def note_hidden(self) -> None:
@@ -221,15 +222,15 @@ def _add_members(listing: Listing, members: Iterable[Member]) -> None:
             row = listing.rows.get(_inside(member.same_as))
             if row is not None:
                 kind, offset, size, crc32 = fields[4 * row : 4 * row + 4]
-                place = kind, offset, size, crc32
+                place = (kind, offset, size, crc32)
         listing.rows[name] = len(fields) // 4
         fields.extend(place)
     for name in sorted(listing.rows, key=by_folder):
         folder, _, last = name.rpartition("/")
         if folder not in hidden_within:
             hidden_within[folder] = _hidden_part(folder)
-        if part := hidden_within[folder]:
-            listing.hidden.add(part)
+        if hidden_within[folder]:
+            listing.hidden.add(hidden_within[folder])
         elif is_hidden(last):
             listing.hidden.add(name)
         else:
@@ -261,12 +262,17 @@ def _tar_members(path: str) -> Iterator[Member]:
     with open(path, "rb") as file, tarfile.TarFile.open(fileobj=file, mode="r:") as archive:
         while (m := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # it would keep them in memory
-            place = PLAIN, m.offset_data, m.size, 0
+            place = (PLAIN, m.offset_data, m.size, 0)
             if m.issym() or m.islnk():
-                place = LINK, 0, 0, 0
+                place = (LINK, 0, 0, 0)
             elif not m.isreg() or m.issparse():
-                place = SPECIAL, 0, 0, 0
-            yield Member(m.name, m.isdir(), place, m.linkname if m.islnk() else "")
+                place = (SPECIAL, 0, 0, 0)
+            yield Member(
+                name=m.name,
+                is_folder=m.isdir(),
+                place=place,
+                same_as=m.linkname if m.islnk() else "",
+            )
         if not archive.offset:
             raise tarfile.ReadError("empty")
         file.seek(archive.offset)  # of the first block that is not a member
@@ -289,8 +295,9 @@ def _zip_members(listing: Listing) -> Iterator[Member]:
     with zipfile.ZipFile(listing.root) as archive:
         for m in archive.infolist():
             name = m.filename
-            if path := _unicode_path(m):
-                name = path
+            in_utf8 = _unicode_path(m)
+            if in_utf8:
+                name = in_utf8
             elif not m.flag_bits & 0x800 and not name.isascii():  # APPNOTE.TXT 4.4.4, bit 11
                 try:
                     name = name.encode("cp437").decode()  # as macOS writes them
@@ -304,8 +311,11 @@ def _zip_members(listing: Listing) -> Iterator[Member]:
                 kind = ENCRYPTED
             if stat.S_ISLNK(m.external_attr >> 16):
                 kind = LINK
-            place = kind, m.header_offset, m.compress_size, m.CRC
-            yield Member(name, name.endswith("/"), place)
+            yield Member(
+                name=name,
+                is_folder=name.endswith("/"),
+                place=(kind, m.header_offset, m.compress_size, m.CRC),
+            )
     listing.add_note("names without a flag that says so are read as UTF-8", guessed)
     listing.add_note("names that are not UTF-8 are read as code page 437", unknown)
 

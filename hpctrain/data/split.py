@@ -71,7 +71,9 @@ class Split:
         info = pack.splits[name]
         self.pack = pack
         self.name = name
-        self.info = info if verify else info._replace(crc32=None)
+        self.info = info
+        if not verify:
+            self.info = info._replace(crc32=None)
         self.image_shape = pack.image_shape
         self.dtype = pack.dtype
         self.threads = threads
@@ -99,7 +101,12 @@ class Split:
 
         warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
         height, width, channels = self.image_shape
-        self._fit = Fit(width, height, channels, crop=self.pack.fit == "crop")
+        self._fit = Fit(
+            width=width,
+            height=height,
+            channels=channels,
+            crop=self.pack.fit == "crop",
+        )
         self._threads = decode_threads(self.threads)
 
     def gather(
@@ -315,7 +322,9 @@ class Split:
             described[index] = f"{sample} {why}"
         if bad is not None:
             bad |= described
-        elif text := describe_first([described]):
+            return
+        text = describe_first([described])
+        if text:
             raise RunError(text)
 
     def _read_images(self, rows: np.ndarray, out: np.ndarray) -> None:
@@ -388,7 +397,9 @@ class Split:
             checksums = [*map(checksum, images, labels)]
             agrees = np.array(checksums, np.uint32) == self._read_numbers("crc32", new)
         self._seen[new[agrees]] = True
-        why = CORRUPT_COPY if self.pack.staged else CORRUPT
+        why = CORRUPT
+        if self.pack.staged:
+            why = CORRUPT_COPY
         return dict.fromkeys(new[~agrees].tolist(), why)
 
 

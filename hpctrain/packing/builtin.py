@@ -24,8 +24,9 @@ def cache_path(cache_dir: str, name: str) -> Path:
     try:
         Path(cache_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"cannot be made: {error.strerror}; choose another"
-        raise UsageError(f"--cache-dir {cache_dir} {why}") from None
+        raise UsageError(
+            f"--cache-dir {cache_dir} cannot be made: {error.strerror}; choose another"
+        ) from None
     return Path(cache_dir, name)
 
 
@@ -41,6 +42,7 @@ def fetch_flowers(cache_dir: str) -> Path:
     try:
         download_url_to_file(URL, str(path), SHA256, progress=sys.stderr.isatty())
     except (OSError, RuntimeError, http.client.HTTPException) as error:  # OSError: also of the URL
-        hint = "Try again, or download it there by hand"
-        raise RunError(f"cannot download {URL} to {path}: {error}. {hint}") from None
+        raise RunError(
+            f"cannot download {URL} to {path}: {error}. Try again, or download it there by hand"
+        ) from None
     return path

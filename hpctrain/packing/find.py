@@ -28,10 +28,18 @@ def find_pack_path(data: str, cache_dir: str) -> Path:
 
             # One job: this may be a rank, and no process should be started after MPI_Init. Another
             # one may have finished by now: replacing its file with an equal one is harmless.
-            make_pack(PackConfig(data, cache_dir=cache_dir, jobs=1, overwrite=True))
+            make_pack(
+                PackConfig(
+                    source=data,
+                    cache_dir=cache_dir,
+                    jobs=1,
+                    overwrite=True,
+                )
+            )
     elif path.is_dir():
-        command = f"python -m hpctrain pack {shlex.quote(data)}"
-        raise UsageError(f"--data {data} is not a pack: run {command} first")
+        raise UsageError(
+            f"--data {data} is not a pack: run python -m hpctrain pack {shlex.quote(data)} first"
+        )
     elif not path.is_file():
         names = [*BUILT_IN, *sorted(map(str, path.parent.glob("*.h5")))]
         raise UsageError(

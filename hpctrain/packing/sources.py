@@ -99,7 +99,8 @@ class Source:
         self.bad += sorted((self.names[row], why) for row, why in reasons.items())
         self.names = [name for row, name in enumerate(self.names) if row not in reasons]
         for column in ("labels", "splits", "groups", "places", "duplicate_of"):
-            if (values := getattr(self, column, None)) is not None:
+            values = getattr(self, column, None)
+            if values is not None:
                 setattr(self, column, np.delete(values, [*reasons], axis=0))
 
 
@@ -200,8 +201,15 @@ def read_class_folders(listing: Listing, where: str) -> Source:
         )
     listing.note_hidden()
     listing.add_note("left out, since outside of class folders", {*files}.difference(names))
-    no_groups = np.full(len(names), NO_GROUP, np.int32)
-    return Source(names, classes, labels, splits, no_groups, "folders", listing.notes)
+    return Source(
+        names=names,
+        classes=classes,
+        labels=labels,
+        splits=splits,
+        groups=np.full(len(names), NO_GROUP, np.int32),
+        split_by="folders",
+        notes=listing.notes,
+    )
 
 
 def _class_folders(
@@ -256,7 +264,12 @@ def _find_roots(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
     if splits and not others and 0 in splits.values():
         return {(*top, name, *_nested(name, tree[name])): splits[name] for name in splits}
     if len(tree) > 1:
-        _refuse_other_roles(tree, numbers, splits, others)
+        _refuse_other_roles(
+            tree,
+            numbers=numbers,
+            splits=splits,
+            others=others,
+        )
     return {top: NO_SPLIT}
 
 
@@ -324,8 +337,9 @@ def _refuse_other_roles(
     inside = {tuple(sorted(below)) for below in tree.values()}
     names = inside.pop()
     if not inside and not {name.lower() for name in names} <= {*IMAGE_FOLDERS}:
-        same = listed_names(names, 3)
-        raise UsageError(f"holds folders ({shown}) that all hold the same ones ({same})")
+        raise UsageError(
+            f"holds folders ({shown}) that all hold the same ones ({listed_names(names, 3)})"
+        )
 
 
 def _similar_splits(name: str, numbers: Mapping[str, int]) -> set[int]:
@@ -392,8 +406,10 @@ def read_manifest(path: str, files: FileFinder) -> Source:
         if split and number == NO_SPLIT:
             raise UsageError(f"{where} has the split {brief(repr(split))}: give {listed(SPLITS)}")
         if group and split_of.setdefault(group, number) != number:
-            both = f"{SPLITS[split_of[group]]} and {SPLITS[number]}"
-            raise UsageError(f"{where}: group {brief(repr(group))} is in both {both}")
+            raise UsageError(
+                f"{where}: group {brief(repr(group))} is in both {SPLITS[split_of[group]]} and"
+                f" {SPLITS[number]}"
+            )
         lines[image] = line
         labels.append(sys.intern(cells["label"]))
         spellings.setdefault(labels[-1], set()).add(row["label"])
@@ -405,8 +421,15 @@ def read_manifest(path: str, files: FileFinder) -> Source:
     grouped = np.full(len(lines), NO_GROUP, np.int32)
     if any(groups):
         grouped = _number(groups)[1]
-    notes = class_notes(spellings)
-    return Source([*lines], classes, numbers, np.array(splits, np.int8), grouped, "manifest", notes)
+    return Source(
+        names=[*lines],
+        classes=classes,
+        labels=numbers,
+        splits=np.array(splits, np.int8),
+        groups=grouped,
+        split_by="manifest",
+        notes=class_notes(spellings),
+    )
 
 
 def _check_cells(where: str, row: Mapping[str, str], image: str, files: FileFinder) -> None:
@@ -448,7 +471,8 @@ def _is_table(path: Path) -> bool:
 def _table_rows(path: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the line and the cells of COLUMNS of each row that is not blank. Raises UsageError."""
     try:
-        if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISFIFO(mode):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
             raise UsageError(f"manifest {path} is not a regular file")
         with open(path, "rb") as file:
             start = file.peek(4)
@@ -460,7 +484,8 @@ def _table_rows(path: str) -> Iterator[tuple[int, dict[str, str]]]:
             header = text.readline()
             delimiter = max(",;\t", key=header.count)
             before = 0  # lines
-            if named := re.fullmatch("sep=(.)\\s*", header):  # as Excel writes it
+            named = re.fullmatch("sep=(.)\\s*", header)  # as Excel writes it
+            if named:
                 delimiter = named[1]
                 header = text.readline()
                 before = 1

@@ -69,7 +69,9 @@ class PackWriter:
         stops = dict(zip(counts, accumulate(counts.values()), strict=True))
         self._rows = {split: slice(stop - counts[split], stop) for split, stop in stops.items()}
         self.places = np.zeros(len(labels), np.int64)
-        needed = len(labels) * math.prod(image_shape) if sizes is None else int(sizes.sum())
+        needed = len(labels) * math.prod(image_shape)
+        if sizes is not None:
+            needed = int(sizes.sum())
         check_room(Path(file.name).parent, needed, "packing")
 
         def add(group: h5py.Group, name: str, values: np.ndarray) -> None:
@@ -116,16 +118,20 @@ class PackWriter:
         number = self._file.fileno()
         os.posix_fallocate(number, os.fstat(number).st_size, RESERVED)  # HDF5 cuts off the rest
         with self._open("r+") as file:
-            file.attrs["format"] = np.bytes_(FORMAT)
-            file.attrs["version"] = VERSION
             encoded = [_encoded(name) for name in classes]
             text = h5py.string_dtype("utf-8", max(len(name) for name in encoded))
-            file.attrs["classes"] = np.array(encoded, text)
-            file.attrs["image_shape"] = np.array(self._shape, "<i8")
-            file.attrs["fit"] = np.array(fit.encode(), "S8")
-            file.attrs["mean"] = np.array(mean)
-            file.attrs["std"] = np.array(std)
-            file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
+            attributes = {
+                "format": np.bytes_(FORMAT),
+                "version": VERSION,
+                "classes": np.array(encoded, text),
+                "image_shape": np.array(self._shape, "<i8"),
+                "fit": np.array(fit.encode(), "S8"),
+                "mean": np.array(mean),
+                "std": np.array(std),
+                "provenance": np.bytes_(json.dumps(provenance)),
+            }
+            for name, value in attributes.items():
+                file.attrs[name] = value
             checksums = {split: crc32[rows] for split, rows in self._rows.items()}
             for split, values in checksums.items():
                 offset = file[f"{split}/crc32"].id.get_offset()
