@@ -63,19 +63,22 @@ def build(
     if small_stem and not name.startswith("resnet"):
         raise UsageError(f"--small-stem is for resnet18, resnet34, resnet50; --model is {name}")
     if name in NETWORKS:
-        return NETWORKS[name](image_shape, classes, **({"small_stem": True} if small_stem else {}))
+        options = {"small_stem": True} if small_stem else {}
+        return NETWORKS[name](image_shape, classes, **options)
     if name.startswith("timm:"):
         model = make_of_timm(name, image_shape, classes)
     elif ":" in name:
-        model = call(import_function(name, "--model"), image_shape, classes)
+        model = call_own_function(import_function(name, "--model"), image_shape, classes)
     else:
-        known = f"; there are {', '.join(NETWORKS)}, timm:NAME and package.module:function"
-        raise UsageError(f"--model {name}: no such network{did_you_mean(name, NETWORKS) or known}")
+        choices = f"; there are {', '.join(NETWORKS)}, timm:NAME and package.module:function"
+        near = did_you_mean(name, NETWORKS)
+        raise UsageError(f"--model {name}: no such network{near or choices}")
     for key, value in (*model.state_dict().items(), *model.named_buffers()):
-        dense = isinstance(value, Tensor) and value.layout is torch.strided
-        if not dense or value.dtype not in TYPES:
-            text = f"{key} is no dense tensor of a type that weight files can hold"
-            raise UsageError(f"--model {name}: {text}")
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if not is_dense or value.dtype not in TYPES:
+            raise UsageError(
+                f"--model {name}: {key} is no dense tensor of a type that weight files can hold"
+            )
         if value.is_meta:
             raise UsageError(f"--model {name}: {key} is on the device meta: it holds no values")
     for tensor in (*model.parameters(), *model.buffers()):
@@ -84,20 +87,20 @@ def build(
     return model
 
 
-def call(
-    own: Imported,
+def call_own_function(
+    function: Imported,
     image_shape: tuple[int, int, int],
     classes: int,
 ) -> nn.Module:
     """Call the user's function. Raises UsageError unless it returns a module with parameters."""
-    given = {"image_shape": image_shape, "classes": classes}
-    own.check_arguments("function(image_shape=(H, W, C), classes=K)", **given)
-    model = own(**given)
+    arguments = {"image_shape": image_shape, "classes": classes}
+    function.check_arguments("function(image_shape=(H, W, C), classes=K)", **arguments)
+    model = function(**arguments)
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{own.setting} must return a torch.nn.Module, not {kind}")
+        raise UsageError(f"{function.setting} must return a torch.nn.Module, not {kind}")
     if next(model.parameters(), None) is None:
-        raise UsageError(f"{own.setting} returned a {kind} without parameters to train")
+        raise UsageError(f"{function.setting} returned a {kind} without parameters to train")
     return model
 
 
@@ -108,9 +111,12 @@ def check_types(model: nn.Module) -> None:
         if not parameter.requires_grad:
             continue
         dtype = str(parameter.dtype).removeprefix("torch.")
-        if advice := ADVICE.get(dtype, "another type cannot be summed"):
-            text = "parameters are trained in float32 or float64"
-            raise UsageError(f"parameter {name} is {dtype}: {text}; {advice}")
+        advice = ADVICE.get(dtype, "another type cannot be summed")
+        if advice:
+            raise UsageError(
+                f"parameter {name} is {dtype}: parameters are trained in float32 or float64;"
+                f" {advice}"
+            )
         first = first or f"{name} {dtype}"
         if not first.endswith(f" {dtype}"):
             raise UsageError(
@@ -137,7 +143,7 @@ def check_forward(
 ) -> None:
     """Pass two black images (H, W, C) through `model` in evaluation mode.
 
-    Raises UsageError if that fails, and as `check_output` and `check_names` do. Torch's
+    Raises UsageError if that fails, and as `check_output_shape` and `check_names` do. Torch's
     generator and the modules' attributes are restored; lazy layers get their shapes.
     """
     height, width, channels = image_shape
@@ -150,7 +156,7 @@ def check_forward(
             torch.random.fork_rng(devices=[]),
             restored_attributes(model),
         ):
-            check_output(model, model(images), len(images), output)
+            check_output_shape(model, model(images), len(images), output)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -205,42 +211,48 @@ def check_names(before: Iterable[str], after: Iterable[str]) -> None:
 
     Other ranks might not have them, and a weight file with one could not be loaded again.
     """
-    if made := sorted({*after}.difference(before)):
+    new = sorted({*after}.difference(before))
+    if new:
         raise UsageError(
-            f"{made[0]} of the network is not there before its first forward pass, so other ranks"
+            f"{new[0]} of the network is not there before its first forward pass, so other ranks"
             " and weight files could lack it: make it in __init__"
         )
 
 
-def check_output(
+def check_output_shape(
     model: nn.Module,
-    found: Any,
+    outputs: Any,
     n: int,
-    output: tuple[int, ...],
+    shape: tuple[int, ...],
 ) -> None:
-    """Raise UsageError unless `found`, the output for n images, is a tensor (n, *output).
+    """Raise UsageError unless `outputs`, those for n images, is a tensor (n, *shape).
 
-    `output` is (classes,) for classification and (C, H, W) for the restoration of images.
+    `shape` is (classes,) for classification and (C, H, W) for the restoration of images.
     """
-    check_is_tensor(model, found)
-    if found.shape != (n, *output):
-        needs = f"the data has {output[0]} classes" if len(output) == 1 else "an image is learnt"
+    check_is_tensor(model, outputs)
+    if outputs.shape != (n, *shape):
+        if len(shape) == 1:
+            needs = f"the data has {shape[0]} classes"
+        else:
+            needs = "an image is learnt"
         raise UsageError(
-            f"the network gives an output of shape {tuple(found.shape)} for {counted(n, 'image')}"
-            f" in {mode_of(model)} mode; {needs}, so it must give {(n, *output)}"
+            f"the network gives an output of shape {tuple(outputs.shape)} for {counted(n, 'image')}"
+            f" in {mode_of(model)} mode; {needs}, so it must give {(n, *shape)}"
         )
 
 
-def check_is_tensor(model: nn.Module, found: Any) -> None:
-    """Raise UsageError unless the output `found` of a network is a tensor."""
-    if not isinstance(found, Tensor):
-        kind = type(found).__name__
+def check_is_tensor(model: nn.Module, outputs: Any) -> None:
+    """Raise UsageError unless the `outputs` of a network are a tensor."""
+    if not isinstance(outputs, Tensor):
+        kind = type(outputs).__name__
         raise UsageError(f"the network must return a tensor, not {kind}, in {mode_of(model)} mode")
 
 
 def mode_of(model: nn.Module) -> str:
     """Return "training" or "evaluation"."""
-    return "training" if model.training else "evaluation"
+    if model.training:
+        return "training"
+    return "evaluation"
 
 
 def failing_layer(error: BaseException, model: nn.Module) -> str:
@@ -249,7 +261,8 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
     last = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
-        if name := names.get(id(module)):
+        name = names.get(id(module))
+        if name:
             last = f"layer {name}, {type(module).__name__}"
     return last
 
@@ -263,29 +276,38 @@ def make_of_timm(
 
     Raises UsageError if timm is not installed, has no such network, or cannot make it.
     """
-    spec, config, options = importlib.util.find_spec("timm"), None, {}
+    spec = importlib.util.find_spec("timm")
     if spec is None:
         raise UsageError(f"--model {name} needs timm: pip install timm")
-    place = Path(spec.origin or "").resolve()
-    if Path.cwd() in place.parents[:2]:  # a file of weights may name timm, not a module here
-        raise UsageError(f"--model {name}: {place} is not the installed timm: move it away")
-    own, (height, width, channels) = name.partition(":")[2], image_shape
+    file = Path(spec.origin or "").resolve()
+    if Path.cwd() in file.parents[:2]:  # a file of weights may name timm, not a module here
+        raise UsageError(f"--model {name}: {file} is not the installed timm: move it away")
+    name_in_timm = name.removeprefix("timm:")
+    height, width, channels = image_shape
+    config = None
+    options = {}
     try:
         timm = importlib.import_module("timm")
-        known, base = timm.list_models(), own.partition(".")[0]  # NAME.TAG
-        if base not in known:
-            near = did_you_mean(base, known)
+        networks = timm.list_models()
+        base = name_in_timm.partition(".")[0]  # NAME.TAG
+        if base not in networks:
+            near = did_you_mean(base, networks)
             raise UsageError(f"--model {name}: timm {timm.__version__} has no such network{near}")
-        config = timm.get_pretrained_cfg(own)
+        config = timm.get_pretrained_cfg(name_in_timm)
         if config and config.fixed_input_size and config.input_size[1:] != (height, width):
             options["img_size"] = (height, width)
-        return timm.create_model(own, num_classes=classes, in_chans=channels, **options)
+        return timm.create_model(
+            name_in_timm,
+            num_classes=classes,
+            in_chans=channels,
+            **options,
+        )
     except UsageError:
         raise
     except Exception as error:  # also of a timm for another torch
+        hint = size_hint(config and config.input_size, image_shape)
         raise UsageError(
-            f"--model {name} cannot be made for images of {width}x{height}:"
-            f" {one_line(error)}{size_hint(config and config.input_size, image_shape)}"
+            f"--model {name} cannot be made for images of {width}x{height}: {one_line(error)}{hint}"
         ) from error
 
 
@@ -298,5 +320,7 @@ def size_hint(size: tuple[int, int, int] | None, image_shape: tuple[int, int, in
 
 def own_input(model: nn.Module) -> Mapping[str, Any]:
     """Return `architecture`, `input_size` (C, H, W), `mean` and `std`; empty if not known."""
-    found = getattr(model, "pretrained_cfg", None)
-    return found if isinstance(found, dict) and found.get("mean") else {}
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, dict) and config.get("mean"):
+        return config
+    return {}

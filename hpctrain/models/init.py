@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from hpctrain.errors import UsageError
 from hpctrain.models.build import own_input
 from hpctrain.models.torchfile import read_torch_file, tensors_of
-from hpctrain.models.weights import COUNTER, is_torch_file, load_weights, read_model
+from hpctrain.models.weights import COUNTER, Tensors, is_torch_file, load_weights, read_model
 from hpctrain.text import listed
 
 # Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
 ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
 WRAPPERS = re.compile(r"\b(_orig_mod|module)\.")  # of torch.compile and DataParallel
 DEPTH = 3  # entries of entries in which weights are looked for
-Tensors = dict[str, Tensor]
 Scaling = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
 
 
@@ -49,14 +48,19 @@ class InitialWeights:
 
     def __str__(self) -> str:
         """Return one line: what was loaded, replaced, and left out."""
-        place = f"{self.entry} of {self.path}" if self.entry else self.path
-        text = f"--init {place}: {self.tensors - len(self.fresh)} of {self.tensors} tensors loaded"
+        source = self.path
+        if self.entry:
+            source = f"{self.entry} of {self.path}"
+        loaded = self.tensors - len(self.fresh)
+        text = f"--init {source}: {loaded} of {self.tensors} tensors loaded"
         if self.prefix:
             text += f", their names without {self.prefix!r}"
         if self.fresh:
             classes = max(self.fresh.values()) or "no"
-            text += f"; the classifier starts fresh ({classes} classes in the file)"
-            text += f": {listed(self.fresh, 3)}"
+            text += (
+                f"; the classifier starts fresh ({classes} classes in the file)"
+                f": {listed(self.fresh, 3)}"
+            )
         if self.adapted:
             text += f"; adapted to the channels of the images: {listed(self.adapted)}"
         if self.left_out:
@@ -79,59 +83,88 @@ def load_init(
     UsageError that names the first tensors that do not fit.
     """
     state = model.state_dict()
-    found, metadata, entry = read_weights(path, state)
-    tensors, prefix, left_out = rename(found, state)
+    stored, metadata, entry = read_weights(path, state)
+    tensors, prefix, left_out = match_names(stored, state)
     fresh = fresh_classifier(model, tensors, classes)
     others = [name for name in tensors if name not in state]
-    if fresh and not any(fresh.values()) and len({n.rpartition(".")[0] for n in others}) == 1:
+    layers = {name.rpartition(".")[0] for name in others}
+    if fresh and not any(fresh.values()) and len(layers) == 1:
         left_out += others  # the classifier of the file
         tensors = {name: tensor for name, tensor in tensors.items() if name in state}
     tensors |= {name: state[name] for name in fresh}
     adapted = {}
-    for name, own in state.items():
-        if name in tensors and own.dim() == 4 and own.shape[1] == channels:
-            theirs, (out, _, *size) = tensors[name], own.shape
-            if theirs.shape != own.shape and theirs.shape in ((out, 1, *size), (out, 3, *size)):
-                adapted[name] = n = theirs.shape[1]
-                repeated = theirs.repeat(1, -(-channels // n), 1, 1)[:, :channels] * (n / channels)
-                tensors[name] = theirs.sum(1, keepdim=True) if channels == 1 else repeated
-    saved_for = f" (saved for --model {metadata['model']})" if "model" in metadata else ""
-    load_weights(model, tensors, f"{path}{saved_for}")
-    scaling = metadata.get("mean") and (tuple(metadata["mean"]), tuple(metadata["std"]))
+    for name, current in state.items():
+        if name in tensors and is_for_other_channels(tensors[name], current, channels):
+            adapted[name] = tensors[name].shape[1]
+            tensors[name] = adapt_channels(tensors[name], channels)
+    source = str(path)
+    if "model" in metadata:
+        source += f" (saved for --model {metadata['model']})"
+    load_weights(model, tensors, source)
     return InitialWeights(
         path=str(path),
         entry=entry,
         prefix=prefix,
-        tensors=sum(not name.endswith(COUNTER) for name in state),
+        tensors=len([name for name in state if not name.endswith(COUNTER)]),
         fresh=fresh,
         adapted=adapted,
         left_out=tuple(left_out),
-        scaling=(scaling or ()) if "mean" in metadata else None,
+        scaling=scaling_of(metadata),
         stored=metadata.get("scale"),
     )
 
 
-def rename(found: Tensors, wanted: Tensors) -> tuple[Tensors, str, list[str]]:
+def scaling_of(metadata: Mapping[str, Any]) -> Scaling | None:
+    """Return the scaling of images that the metadata of a file tell; None if they do not."""
+    if "mean" not in metadata:
+        return None
+    if not metadata["mean"]:
+        return ()
+    return tuple(metadata["mean"]), tuple(metadata["std"])
+
+
+def is_for_other_channels(stored: Tensor, current: Tensor, channels: int) -> bool:
+    """Whether a stored kernel fits a first convolution but for its 1 or 3 channels of images."""
+    if current.dim() != 4 or current.shape[1] != channels or stored.shape == current.shape:
+        return False
+    out, _, *size = current.shape
+    return stored.shape in ((out, 1, *size), (out, 3, *size))
+
+
+def adapt_channels(kernel: Tensor, channels: int) -> Tensor:
+    """Return the kernel (out, C, H, W) of a first convolution for another number of channels."""
+    if channels == 1:
+        return kernel.sum(1, keepdim=True)
+    n = kernel.shape[1]
+    repeated = kernel.repeat(1, -(-channels // n), 1, 1)[:, :channels]
+    return repeated * (n / channels)
+
+
+def match_names(stored: Tensors, wanted: Tensors) -> tuple[Tensors, str, list[str]]:
     """Return the tensors whose names begin with a prefix, without it, the prefix, and other names.
 
     It is the one with which most names are among the `wanted`, possibly none. If more are without
     wrappers inside names, these are removed, too, and are part of the prefix that is returned.
     """
-    plain = {name: name for name in found}
-    own = {name: name for name in wanted}
-    prefix, count = best_prefix(plain.values(), own)
-    bare = {name: WRAPPERS.sub("", name) for name in found}
-    own_bare = {WRAPPERS.sub("", name): name for name in wanted}
-    bare_prefix, bare_count = best_prefix(bare.values(), own_bare)
+    compared = {name: name for name in stored}  # by name in the file
+    targets = {name: name for name in wanted}  # by the name that is compared
+    prefix, count = best_prefix(compared.values(), targets)
     removed = ""
+    bare = {name: WRAPPERS.sub("", name) for name in stored}
+    bare_targets = {WRAPPERS.sub("", name): name for name in wanted}
+    bare_prefix, bare_count = best_prefix(bare.values(), bare_targets)
     if bare_count > count and len(set(bare.values())) == len(bare):
-        plain, own, prefix = bare, own_bare, bare_prefix
-        removed = "".join(dict.fromkeys(m[0] for name in found for m in WRAPPERS.finditer(name)))
-    tensors, others = {}, []
-    for name, tensor in found.items():
-        if plain[name].startswith(prefix):
-            short = plain[name].removeprefix(prefix)
-            tensors[own.get(short, short)] = tensor
+        compared = bare
+        targets = bare_targets
+        prefix = bare_prefix
+        wrappers = (match[0] for name in stored for match in WRAPPERS.finditer(name))
+        removed = "".join(dict.fromkeys(wrappers))
+    tensors = {}
+    others = []
+    for name, tensor in stored.items():
+        if compared[name].startswith(prefix):
+            short = compared[name].removeprefix(prefix)
+            tensors[targets.get(short, short)] = tensor
         else:
             others.append(name)
     return tensors, prefix + removed, others
@@ -155,14 +188,23 @@ def fresh_classifier(
     parameters = dict(model.named_parameters())
     last = next(reversed(parameters)).rpartition(".")[0]
     heads = own_input(model).get("classifier") or last  # timm's networks may have two
-    heads = (heads,) if isinstance(heads, str) else heads
-    own = {n: p.shape for n, p in parameters.items() if n.rpartition(".")[0] in heads}
-    if any(shape[:1] != (classes,) for shape in own.values()):
+    if isinstance(heads, str):
+        heads = (heads,)
+    shapes = {
+        name: parameter.shape
+        for name, parameter in parameters.items()
+        if name.rpartition(".")[0] in heads
+    }
+    if any(shape[:1] != (classes,) for shape in shapes.values()):
         return {}
-    if not own.keys() & tensors.keys():
-        return dict.fromkeys(own, 0)
-    theirs = {name: tensors[name].shape for name in own if name in tensors}
-    return {n: s[0] for n, s in theirs.items() if s != own[n] and s and s[1:] == own[n][1:]}
+    if not shapes.keys() & tensors.keys():
+        return dict.fromkeys(shapes, 0)
+    fresh = {}
+    for name, shape in shapes.items():
+        stored = tensors[name].shape if name in tensors else shape
+        if stored != shape and stored and stored[1:] == shape[1:]:
+            fresh[name] = stored[0]
+    return fresh
 
 
 def read_weights(path: str | Path, wanted: Tensors) -> tuple[Tensors, dict[str, Any], str]:
@@ -175,22 +217,43 @@ def read_weights(path: str | Path, wanted: Tensors) -> tuple[Tensors, dict[str, 
     if not is_torch_file(path):
         return *read_model(path), ""
     content = read_torch_file(path)
-    tensors = {entry: tensors_of(held) for entry, held in entries_of(content)}
-    holding = [e for e, held in tensors.items() if any(t.dim() > 1 for t in held.values())]
+    tensors = {entry: tensors_of(value) for entry, value in entries_of(content)}
+    holding = [
+        entry
+        for entry, by_name in tensors.items()
+        if any(tensor.dim() > 1 for tensor in by_name.values())
+    ]
     if not holding:
-        text = "no tensors by name, also not in an entry of it"
-        raise UsageError(f"{path} holds no weights, {text}, but {summary(content)}")
-    fitting = {entry: count_fitting(rename(tensors[entry], wanted)[0], wanted) for entry in holding}
+        raise UsageError(
+            f"{path} holds no weights, no tensors by name, also not in an entry of it, but"
+            f" {summary(content)}"
+        )
+    fitting = {}
+    for entry in holding:
+        matched, _, _ = match_names(tensors[entry], wanted)
+        fitting[entry] = count_fitting(matched, wanted)
     half = max(fitting.values()) / 2  # of the best fitting: less is another network
+
     entry = min(
-        holding, key=lambda e: (fitting[e] < half, rank_of(e), -fitting[e], -len(tensors[e]))
+        holding,
+        key=lambda entry: (
+            fitting[entry] < half,
+            usual_order(entry),
+            -fitting[entry],
+            -len(tensors[entry]),
+        ),
     )
     return tensors[entry], {}, entry
 
 
-def count_fitting(found: Tensors, wanted: Tensors) -> int:
+def count_fitting(tensors: Tensors, wanted: Tensors) -> int:
     """Return how many tensors have the name and shape of one of the `wanted`."""
-    return sum(n in wanted and t.shape == wanted[n].shape for n, t in found.items())
+    fitting = [
+        name
+        for name, tensor in tensors.items()
+        if name in wanted and tensor.shape == wanted[name].shape
+    ]
+    return len(fitting)
 
 
 def entries_of(
@@ -207,10 +270,12 @@ def entries_of(
             yield from entries_of(value, f"{name}.{key}" if name else key, depth + 1)
 
 
-def rank_of(entry: str) -> int:
+def usual_order(entry: str) -> int:
     """Return the place of an entry among those that usually hold weights; all others are last."""
     last = entry.rpartition(".")[2]
-    return ENTRIES.index(last) if last in ENTRIES else len(ENTRIES)
+    if last in ENTRIES:
+        return ENTRIES.index(last)
+    return len(ENTRIES)
 
 
 def summary(content: Any) -> str:
@@ -218,5 +283,6 @@ def summary(content: Any) -> str:
     kind = type(content).__name__
     if isinstance(content, Mapping):
         return f"{kind} with {listed(map(str, content), 5) or 'nothing'}"
-    size = f" of {len(content)}" if isinstance(content, list | tuple) else ""
-    return f"{kind}{size}"
+    if isinstance(content, list | tuple):
+        return f"{kind} of {len(content)}"
+    return kind

@@ -77,7 +77,8 @@ class ResNet(nn.Module):
         small_stem: bool = False,
     ) -> None:
         super().__init__()
-        channels, out = image_shape[2], block.expansion
+        channels = image_shape[2]
+        out = block.expansion
         if small_stem:
             self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         else:

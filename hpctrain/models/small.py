@@ -63,7 +63,9 @@ class Autoencoder(nn.Module):
         classes: int,
     ) -> None:
         super().__init__()
-        channels, half, quarter = image_shape[2], 32, 64  # at the size, at 1/2 and 1/4 of it
+        channels = image_shape[2]
+        half = 32  # channels at half the size
+        quarter = 64  # channels at a quarter of it
         self.encoder = nn.Sequential(
             *_normalized(nn.Conv2d(channels, half, 4, stride=2, padding=1, bias=False)),
             *_normalized(nn.Conv2d(half, quarter, 4, stride=2, padding=1, bias=False)),

@@ -110,33 +110,36 @@ def read_torch_file(path: str | Path) -> Any:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():  # torch.load does not compare the checksums
+                damaged = archive.testzip()  # torch.load does not compare the checksums
+                if damaged:
                     raise ValueError(f"{damaged} does not match its CRC-32")
                 if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                    how = "save its .state_dict() with torch.save"
-                    raise UsageError(f"{path} is a program of TorchScript: {how}")
+                    raise UsageError(
+                        f"{path} is a program of TorchScript: save its .state_dict() with"
+                        " torch.save"
+                    )
         allowed: list[Any] = [(function, name) for name, function in STAND_INS.items()]
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old formats
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except UsageError:
         raise
     except Exception as error:
         reason = f"cannot be read by torch.load: {brief(one_line(error), 200)}"
-        if unknown := re.search(r"GLOBAL (\S+)", str(error)):
+        unknown = re.search(r"GLOBAL (\S+)", str(error))
+        if unknown:
             reason = (
                 f"holds an object of the type {unknown[1]}, and no code of a file is executed to"
                 " make it: save the network's .state_dict() alone"
             )
         raise UsageError(f"{path} {reason}") from error
-    return found
 
 
-def tensors_of(held: Any) -> dict[str, Tensor]:
+def tensors_of(entry: Any) -> dict[str, Tensor]:
     """Return the tensors that a dict holds by name, and its arrays as tensors."""
-    found = {}
-    for name, value in held.items():
+    tensors = {}
+    for name, value in entry.items():
         tensor = value.tensor() if isinstance(value, Array) else value
         if isinstance(name, str) and isinstance(tensor, Tensor):
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors

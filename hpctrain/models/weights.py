@@ -26,7 +26,9 @@ from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
 from hpctrain.text import listed, parse_json
 
-ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
+Tensors = dict[str, Tensor]  # by name
+ENTRY = "hpctrain"
+SHA256 = "hpctrain.sha256"
 ORDER = "tensors"  # key in the JSON object: names, in the order in which they were written
 COUNTER = "num_batches_tracked"  # of a batch-norm layer; old files lack it
 TYPES = {
@@ -55,8 +57,8 @@ class CorruptFile(UsageError):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the values in torch's order as a vector of bytes on the CPU, copied if necessary."""
-    held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return held.flatten().view(torch.uint8)
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return values.flatten().view(torch.uint8)
 
 
 def write_tensors(
@@ -74,10 +76,15 @@ def write_tensors(
     sha256 = _digest(tensors, text)
     header: dict[str, object] = {"__metadata__": {ENTRY: text, SHA256: sha256}}
     # By decreasing element size, so that every tensor is aligned.
-    ordered, start = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])), 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    start = 0
     for name, tensor in ordered:
-        shape, end = list(tensor.shape), start + tensor.nbytes
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        end = start + tensor.nbytes
+        header[name] = {
+            "dtype": TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(header, separators=(",", ":"))
     text += " " * (-len(text) % 8)
@@ -121,12 +128,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | N
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
-    found = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        found.update(f"{name} {TYPES.get(tensor.dtype)} {tuple(tensor.shape)}".encode())
-        found.update(as_bytes(tensor).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {TYPES.get(tensor.dtype)} {tuple(tensor.shape)}".encode())
+        digest.update(as_bytes(tensor).numpy().data)
+    return digest.hexdigest()
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -160,8 +167,10 @@ def read_model(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     truncated, not in the safetensors format, or corrupt.
     """
     if is_torch_file(path):
-        text = f"{path} is no safetensors file, but one of torch.save"
-        raise UsageError(f"{text}: train from its weights with --init {path}")
+        raise UsageError(
+            f"{path} is no safetensors file, but one of torch.save:"
+            f" train from its weights with --init {path}"
+        )
     return read_tensors(Path(path))[:2]
 
 
@@ -189,17 +198,21 @@ def load_weights(
     the first three that do not. Batch counters may be missing (old files lack them).
     """
     state = model.state_dict()
-    wrong = [f"{n} {_shape(tensors[n])} is not in the model" for n in tensors if n not in state]
-    for name, own in state.items():
-        found = tensors.get(name)
-        if found is None:
+    wrong = [
+        f"{name} {_shape(tensor)} is not in the model"
+        for name, tensor in tensors.items()
+        if name not in state
+    ]
+    for name, current in state.items():
+        stored = tensors.get(name)
+        if stored is None:
             if not name.endswith(COUNTER):
-                wrong.append(f"{name} {_shape(own)} is not in the file")
-        elif found.shape != own.shape:
-            wrong.append(f"{name} is {_shape(found)}, the model's {_shape(own)}")
-        elif kind(found) != kind(own) and not name.endswith(COUNTER):
-            wrong.append(f"{name} is {found.dtype}, the model's {own.dtype}")
-        elif not is_finite(found) and is_finite(own):  # a mask may hold -inf by design
+                wrong.append(f"{name} {_shape(current)} is not in the file")
+        elif stored.shape != current.shape:
+            wrong.append(f"{name} is {_shape(stored)}, the model's {_shape(current)}")
+        elif numbers_of(stored) != numbers_of(current) and not name.endswith(COUNTER):
+            wrong.append(f"{name} is {stored.dtype}, the model's {current.dtype}")
+        elif not is_finite(stored) and is_finite(current):  # a mask may hold -inf by design
             wrong.append(f"{name} holds values that are not finite")
     if wrong:
         raise UsageError(f"{source} does not fit the model: {listed(wrong, 3, '; ')}")
@@ -210,10 +223,12 @@ def load_weights(
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; torch cannot test the floating-point types of one byte."""
-    return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
+    if tensor.itemsize == 1:
+        tensor = tensor.float()
+    return bool(torch.isfinite(tensor).all())
 
 
-def kind(tensor: Tensor) -> tuple[bool, bool]:
+def numbers_of(tensor: Tensor) -> tuple[bool, bool]:
     """Return what torch must not convert: it drops imaginary parts, and scales of integers."""
     return tensor.is_floating_point(), tensor.is_complex()
 

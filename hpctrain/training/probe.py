@@ -39,7 +39,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Split
 from hpctrain.errors import OwnCodeError, RunError, UsageError
 from hpctrain.models import as_bytes, evaluating
-from hpctrain.models.build import check_names, check_output, mode_of, restored_attributes
+from hpctrain.models.build import check_names, check_output_shape, mode_of, restored_attributes
 from hpctrain.models.memory_format import move_model
 from hpctrain.numerics import fork_rng, seed_torch, torch_flags, without_benchmark
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
@@ -115,7 +115,7 @@ def check_network(
 
     def forward(inputs: Tensor, precision: str = task.precision) -> Tensor:
         output = network_output(model, inputs, precision)
-        check_output(model, output, len(inputs), shape)
+        check_output_shape(model, output, len(inputs), shape)
         return output.detach()
 
     check_task(task, model, inputs, targets)
