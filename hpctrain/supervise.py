@@ -53,9 +53,17 @@ LOCKED_FOR = 120.0  # seconds to wait for a lock: NFS keeps that of a lost node 
 PAUSES = (0.0, 5.0, 30.0)  # seconds before a restart, by failures without a new checkpoint
 ANSWER_WITHIN = 15.0  # seconds for a node to run a step
 MOST_REQUEUES = 20
-#: Options of srun that belong to the supervisor.
-OWN = {"-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"}
-OWN |= {"-w", "--nodelist", "-x", "--exclude"}
+SIZES = {  # options of srun that the supervisor gives
+    "-N",
+    "--nodes",
+    "-n",
+    "--ntasks",
+    "--ntasks-per-node",
+    "-w",
+    "--nodelist",
+    "-x",
+    "--exclude",
+}
 
 
 class EndedLaunch(NamedTuple):
@@ -72,7 +80,10 @@ class EndedLaunch(NamedTuple):
 
     def cause(self) -> str:
         """Return why the launch ended, in one line."""
-        code = f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+        if self.code >= 0:
+            code = f"exit code {self.code}"
+        else:
+            code = signal.Signals(-self.code).name
         reason = self.outcome.reason or "no rank recorded a reason, see above"
         return f"{code}: {reason}{self.memory}"
 
@@ -82,6 +93,8 @@ class EndedLaunch(NamedTuple):
         `asked` is whether the supervisor had asked the run to save and exit.
         """
         preempted = self.code == LEFT or self.outcome.status == Status.PREEMPTED
+        is_first = self.number == 1 and not self.began
+        is_usage_error = self.code == 2 or (self.code == 1 and self.saved == 0)
         if self.code == 0:
             return 0, ""
         if preempted and (asked or self.code == LEFT or self.saved > self.saved_before):
@@ -90,12 +103,8 @@ class EndedLaunch(NamedTuple):
             return LEFT, f"ended, {self.cause()}; the newest checkpoint is of step {self.saved:,}"
         if preempted or self.repeats:
             return 1, f"not restarted: {self.outcome.reason}"
-        if (
-            self.number == 1
-            and not self.began
-            and (self.code == 2 or (self.code, self.saved) == (1, 0))
-        ):
-            return self.code, ""  # a mistake, which hpctrain has named
+        if is_first and is_usage_error:
+            return self.code, ""  # hpctrain has named it
         return None, f"launch {self.number} failed, {self.cause()}"
 
 
@@ -103,8 +112,13 @@ def main(settings: SuperviseConfig) -> int:
     """Launch the run until it is done, has failed or is preempted; return the exit code."""
     with launch.caught_signals() as signals:  # first: a notice may come at any time
         words, config = parse_command(settings.command)
-        allocation = find_allocation(words, settings.nodes)
-        return Supervisor(words, config, allocation, signals).run(settings.max_failures)
+        supervisor = Supervisor(
+            words=words,
+            config=config,
+            allocation=find_allocation(words, settings.nodes),
+            signals=signals,
+        )
+        return supervisor.run(settings.max_failures)
 
 
 def parse_command(command: tuple[str, ...]) -> tuple[list[str], Config]:
@@ -125,7 +139,8 @@ def parse_command(command: tuple[str, ...]) -> tuple[list[str], Config]:
         raise UsageError(f"supervise launches train, not {name}")
     if config.run is None:  # a job that is requeued must find its run again
         job = os.environ.get("SLURM_JOB_ID")
-        words += ["--run", f"job-{job}" if job else time.strftime("%Y%m%d-%H%M%S")]
+        run = f"job-{job}" if job else time.strftime("%Y%m%d-%H%M%S")
+        words += ["--run", run]
         _, config = parse(words[place + 1 :])
     return words, config
 
@@ -140,37 +155,44 @@ class Supervisor:
     signals: launch.ReceivedSignals
 
     def __post_init__(self) -> None:
-        limit = self.config.time_limit
         self.folder = Path(self.config.runs_dir) / str(self.config.run)
-        self.deadline = time.monotonic() + limit if limit else None
+        self.deadline = math.inf  # by the monotonic clock
+        if self.config.time_limit:
+            self.deadline = time.monotonic() + self.config.time_limit
 
     def run(self, max_failures: int) -> int:
         """Launch the run until a verdict ends it; return the exit code."""
-        number = fruitless = 0
-        before = saved = newest_step(self.folder)
+        number = 0  # of the launch
+        fruitless = 0  # failures in a row without a new checkpoint
+        before = newest_step(self.folder)
+        saved = before
         while not self.signals:
             number += 1
             ended = self._launch(number, before)
-            code, what = ended.verdict(bool(self.signals))
+            code, message = ended.verdict(bool(self.signals))
             if code == LEFT:
-                return self._give_back(what)
+                return self._give_back(message)
             if code is not None:
-                if what:
-                    tell(what)
+                if message:
+                    tell(message)
                 return code
-            fruitless = 0 if ended.saved > saved else fruitless + 1
+            if ended.saved > saved:
+                fruitless = 0
+            else:
+                fruitless += 1
             saved = ended.saved
             if fruitless >= max_failures:
-                tell(f"{what}; {fruitless} in a row without a new checkpoint: giving up")
+                tell(f"{message}; {fruitless} in a row without a new checkpoint: giving up")
                 return 1
             if self.allocation and not self.allocation.exclude_dead():
-                return self._give_back(f"{what}; too few nodes are left ({self.allocation})")
-            if self.deadline and time.monotonic() > self.deadline:
-                return self._give_back(f"{what}; the time is up")
+                return self._give_back(f"{message}; too few nodes are left ({self.allocation})")
+            if time.monotonic() > self.deadline:
+                return self._give_back(f"{message}; the time is up")
             where = f" on {self.allocation}" if self.allocation else ""
             after = f"after step {saved:,}" if saved else "from the start"
-            tell(f"{what}; restarting{where}, {after}")
-            self._wait(PAUSES[min(fruitless, len(PAUSES)) - 1] if fruitless else 0.0)
+            tell(f"{message}; restarting{where}, {after}")
+            if fruitless:
+                self._wait(PAUSES[min(fruitless, len(PAUSES)) - 1])
             with suppress(RunError):  # not begun, or not readable now: the next launch says more
                 if is_locked(self.folder):  # by processes of this launch
                     tell(f"{self.folder} is still locked: waiting {LOCKED_FOR:.0f} s at most")
@@ -179,19 +201,56 @@ class Supervisor:
 
     def _launch(self, number: int, saved_before: int) -> EndedLaunch:
         """Launch the run once, and wait for its end; signals are passed on as `launch.NOTICE`."""
-        words, env = self.words, dict(os.environ)
+        before = heartbeats(self.folder)  # of an earlier launch
+        run = self._start(number)
+        self._wait_for_end(run, number, before)
+        began = run.has_begun()
+        outcome = run.outcome()
+        repeats = bool(outcome.status and run.history.launch.end.get("repeats"))
+        if not outcome.status:
+            shown = heartbeats(self.folder)
+            if shown != before:
+                outcome = shown
+        code = run.process.returncode
+        memory = ""
+        if code:
+            memory = run.memory_hint()
+            if not memory and self.allocation:
+                memory = step_memory_hint()
+        return EndedLaunch(
+            number=number,
+            code=code,
+            outcome=outcome,
+            repeats=repeats,
+            began=began,
+            saved=newest_step(self.folder),
+            saved_before=saved_before,
+            memory=memory,
+        )
+
+    def _start(self, number: int) -> launch.LaunchedRun:
+        """Start a launch of the run."""
+        words = self.words
+        env = dict(os.environ)
         if self.allocation:
             words, env = self.allocation.command_and_environment(words)
         if number > 1 or restarts():
             words = [*words, "--resume", "auto"]
-        if self.deadline is not None:
+        if self.deadline < math.inf:
             left = max(self.deadline - time.monotonic(), 1)
             words = [*words, "--time-limit", f"{left:.0f}s"]
-        before = heartbeats(self.folder)  # of an earlier launch
-        run = launch.LaunchedRun(self.folder, words, env)
+        return launch.LaunchedRun(self.folder, words, env)
+
+    def _wait_for_end(
+        self,
+        run: launch.LaunchedRun,
+        number: int,
+        before: Outcome,
+    ) -> None:
+        """Wait for the end of a launch: pass signals on, and end it if no rank starts."""
         patience = self.config.hang_timeout + IMPORTS  # as in the watchdog
         until = time.monotonic() + patience  # after which the launch must have begun
-        while (code := run.process.poll()) is None:
+        while run.process.poll() is None:
             if self.signals and not run.is_notified:
                 if self._is_ended_by_user():
                     name = self.signals[0][0].name
@@ -205,13 +264,6 @@ class Supervisor:
                     tell(f"no rank of launch {number} has started in {patience:.0f} s: ending it")
                     launch.end(run.process)
             time.sleep(POLL_EVERY)
-        began, outcome = run.has_begun(), run.outcome()
-        repeats = bool(outcome.status and run.history.launch.end.get("repeats"))
-        if not outcome.status and (found := heartbeats(self.folder)) != before:
-            outcome = found
-        memory = code and (run.memory_hint() or (self.allocation and step_memory_hint()))
-        saved = newest_step(self.folder)
-        return EndedLaunch(number, code, outcome, repeats, began, saved, saved_before, memory or "")
 
     def _is_ended_by_user(self) -> bool:
         """Whether a signal other than a scheduler's notice was received."""
@@ -219,11 +271,19 @@ class Supervisor:
 
     def _give_back(self, why: str) -> int:
         """Exit with 75; requeue the job, if there is one, unless the user ended it."""
-        done = "" if self._is_ended_by_user() else requeue()
-        tell(f"{why}; {done or f'the same command with --run {self.config.run} resumes'}")
+        what_follows = ""
+        if not self._is_ended_by_user():
+            what_follows = requeue()
+        if not what_follows:
+            what_follows = f"the same command with --run {self.config.run} resumes"
+        tell(f"{why}; {what_follows}")
         return LEFT
 
-    def _wait(self, seconds: float, condition: Callable[[], bool] = lambda: True) -> None:
+    def _wait(
+        self,
+        seconds: float,
+        condition: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Wait while the condition holds, unless a signal comes."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.signals and condition():
@@ -243,13 +303,25 @@ def heartbeats(run: Path) -> Outcome:
 
 def step_memory_hint() -> str:
     """Return "; likely out of memory: ..." if Slurm's accounting says so of the last step."""
-    job, words = os.environ.get("SLURM_JOB_ID"), ("--noheader", "--parsable2")
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        return ""
+    steps: list[tuple[str, str]] = []
     with suppress(RunError):  # there is no accounting
-        found = ask("sacct", f"--jobs={job}", *words, "--format=JobID,State") if job else ""
-        steps = re.findall(r"^(\S+\.\d+)\|(.*)$", found, re.MULTILINE)
-        if steps and steps[-1][1] == "OUT_OF_MEMORY":
-            return f"; likely out of memory: Slurm's state of step {steps[-1][0]} is OUT_OF_MEMORY"
-    return ""
+        states = ask(
+            "sacct",
+            f"--jobs={job}",
+            "--noheader",
+            "--parsable2",
+            "--format=JobID,State",
+        )
+        steps = re.findall(r"^(\S+\.\d+)\|(.*)$", states, re.MULTILINE)
+    if not steps:
+        return ""
+    step, state = steps[-1]
+    if state != "OUT_OF_MEMORY":
+        return ""
+    return f"; likely out of memory: Slurm's state of step {step} is OUT_OF_MEMORY"
 
 
 def newest_step(run: Path) -> int:
@@ -260,11 +332,18 @@ def newest_step(run: Path) -> int:
 class Allocation:
     """The nodes of this Slurm job, and how many of them the run uses."""
 
-    def __init__(self, nodes: Sequence[str], tasks: Sequence[int], wanted: int) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        tasks: Sequence[int],
+        wanted: int,
+    ) -> None:
         """`tasks` are the ranks of each node."""
-        self._tasks, self._wanted = dict(zip(nodes, tasks, strict=True)), wanted
+        self._tasks = dict(zip(nodes, tasks, strict=True))
+        self._wanted = wanted
         self._dead: list[str] = []
-        self._failed, self._spares = False, len(nodes) > wanted
+        self._failed = False  # whether a launch has failed
+        self._spares = len(nodes) > wanted
 
     def command_and_environment(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the launch command for the nodes that are left, and its environment.
@@ -272,16 +351,20 @@ class Allocation:
         Without a request of its own, a step gets all GPUs that the job has on its nodes: if it has
         fewer nodes, it must not inherit that request.
         """
-        own: list[str] = []
-        fewer = self._dead or self._spares
-        if fewer:
+        options: list[str] = []
+        env = dict(os.environ)
+        if self._dead or self._spares:
             tasks = list(self._tasks.values())[: self._wanted]
-            own += [f"--nodes={len(tasks)}", f"--ntasks={sum(tasks)}"]
-            own += [f"--ntasks-per-node={tasks[0]}"] if len(set(tasks)) == 1 else []
-        own += ["--overlap"] if self._failed else []
-        own += [f"--exclude={','.join(self._dead)}"] if self._dead else []
-        env = {n: v for n, v in os.environ.items() if not (fewer and n == "SLURM_GPUS")}
-        return [words[0], *own, *words[1:]], env
+            options.append(f"--nodes={len(tasks)}")
+            options.append(f"--ntasks={sum(tasks)}")
+            if len(set(tasks)) == 1:
+                options.append(f"--ntasks-per-node={tasks[0]}")
+            env.pop("SLURM_GPUS", None)
+        if self._failed:
+            options.append("--overlap")
+        if self._dead:
+            options.append(f"--exclude={','.join(self._dead)}")
+        return [words[0], *options, *words[1:]], env
 
     def exclude_dead(self) -> bool:
         """After a failure, exclude nodes that do not answer; return whether half are left.
@@ -292,14 +375,17 @@ class Allocation:
         with ThreadPoolExecutor(32) as pool:  # nodes asked at the same time
             alive = list(pool.map(answers, self._tasks))
         dead = [node for node, answer in zip(self._tasks, alive, strict=True) if not answer]
-        for node in dead if any(alive) else ():
-            self._dead.append(node)
-            del self._tasks[node]
+        if any(alive):
+            for node in dead:
+                self._dead.append(node)
+                del self._tasks[node]
         return 2 * len(self._tasks) >= self._wanted
 
     def __str__(self) -> str:
-        without = f", without {listed(self._dead)}" if self._dead else ""
-        return f"{counted(min(self._wanted, len(self._tasks)), 'node')}{without}"
+        text = counted(min(self._wanted, len(self._tasks)), "node")
+        if self._dead:
+            text += f", without {listed(self._dead)}"
+        return text
 
 
 def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
@@ -308,8 +394,10 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
     Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun,
     and RunError if `wanted` is given and scontrol fails.
     """
-    nodes, env = [], os.environ
-    if Path(words[0]).name == "srun" and (names := env.get("SLURM_JOB_NODELIST")):
+    nodes: list[str] = []
+    env = os.environ
+    names = env.get("SLURM_JOB_NODELIST")
+    if names and Path(words[0]).name == "srun":
         try:
             nodes = ask("scontrol", "show", "hostnames", names).split()
         except RunError as error:
@@ -317,19 +405,21 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
                 raise
             tell(f"lost nodes will not be excluded ({error})")
     if wanted is not None and wanted > len(nodes):
-        known = f"the job has {len(nodes)} nodes" if nodes else "it is for srun in a Slurm job"
-        raise UsageError(f"--nodes {wanted}: {known}")
+        reason = f"the job has {len(nodes)} nodes" if nodes else "it is for srun in a Slurm job"
+        raise UsageError(f"--nodes {wanted}: {reason}")
     if not nodes:
         return None
     # The options of srun end at the first command, such as numactl, which has a -N of its own.
     for word in takewhile(lambda word: word.startswith("-") or not shutil.which(word), words[1:]):
-        if word.split("=")[0] in OWN or word[:2] in OWN:
+        if word.split("=")[0] in SIZES or word[:2] in SIZES:
             raise UsageError(
                 f"srun {word}: leave nodes and tasks to sbatch and to supervise --nodes, which"
                 " change them when a node is lost"
             )
     per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")
-    tasks = tasks_by_node(f"{per_node}(x{len(nodes)})" if per_node.isdigit() else per_node)
+    if per_node.isdigit():
+        per_node = f"{per_node}(x{len(nodes)})"
+    tasks = tasks_by_node(per_node)
     if len(tasks) != len(nodes):  # the variable describes another step
         tasks = len(nodes) * [max(tasks, default=1)]
     return Allocation(nodes, tasks, wanted or len(nodes))
@@ -337,9 +427,18 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
 
 def answers(node: str) -> bool:
     """Whether a step runs on this node."""
-    words = [*srun_words(), "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
+    words = [
+        *srun_words(),
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
+        "--mpi=none",
+        f"--nodelist={node}",
+        "true",
+    ]
     try:
-        ask(*words, "--mpi=none", f"--nodelist={node}", "true", within=ANSWER_WITHIN)
+        ask(*words, within=ANSWER_WITHIN)
     except RunError:
         return False
     return True
@@ -347,8 +446,11 @@ def answers(node: str) -> bool:
 
 def restarts() -> int:
     """Return how often this job was requeued; 0 outside of a job, or if that is not known."""
-    found = find_job(os.environ)
-    return int(os.environ.get(found[0].restarts) or 0) if found else 0
+    job = find_job(os.environ)
+    if job is None:
+        return 0
+    scheduler, _ = job
+    return int(os.environ.get(scheduler.restarts) or 0)
 
 
 def requeue() -> str:
@@ -359,7 +461,8 @@ def requeue() -> str:
     scheduler, job = find_job(os.environ) or (None, "")
     if scheduler is None or not scheduler.requeue:
         return ""
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # its last task has the ID of the whole array
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array:  # its last task has the ID of the whole array
         job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
     if restarts() >= MOST_REQUEUES:
         return f"job {job} ends, it was requeued {restarts()} times"
