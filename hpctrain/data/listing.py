@@ -423,7 +423,7 @@ def read_files(slices: Iterable[Slice], use: Callable[[bytes], T]) -> Iterator[T
                 try:
                     if descriptor == -1:
                         descriptor, size = open_regular(path)
-                    yield use(_read(descriptor, size, part))
+                    yield use(_read_slice(descriptor, size, part))
                 except BadImage as error:
                     yield error
                 except (OSError, ValueError, zlib.error) as error:
@@ -441,7 +441,7 @@ def read_file(path: str) -> bytes:
     return data
 
 
-def _read(descriptor: int, file_size: int, part: Slice) -> bytes:
+def _read_slice(descriptor: int, file_size: int, part: Slice) -> bytes:
     """Read an image file. Raises BadImage, OSError and zlib.error."""
     if part.kind in UNREADABLE:
         raise BadImage(UNREADABLE[part.kind])

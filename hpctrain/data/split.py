@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.data.images import Crop
 
 MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
-PIECE_ROWS = 1 << 20  # labels that are read at a time from a whole split
+LABELS_PER_PIECE = 1 << 20  # labels that are read at a time from a whole split
 PROBED = 16  # images of an external file by which it is recognised
 TASK_FILES = 8  # JPEG files that a thread decodes at a time
 CORRUPT = "is corrupt: its bytes or its label differ from its checksum"
@@ -419,7 +419,7 @@ def describe_first(all_bad: Iterable[Bad]) -> str | None:
     return sentence
 
 
-def pieces(samples: int, size: int = PIECE_ROWS) -> Iterator[np.ndarray]:
+def pieces(samples: int, size: int = LABELS_PER_PIECE) -> Iterator[np.ndarray]:
     """Yield 0 ... samples-1 in consecutive pieces, (n,) int64 with n <= `size`."""
     for start in range(0, samples, size):
         yield np.arange(start, min(samples, start + size))

@@ -64,7 +64,7 @@ IMAGES_PER_TASK = 64  # that are read; fewer are decoded
 TASKS_PER_WORKER = 32  # that decode, at least
 TASK_BYTES = 4 << 20  # of the pixels of such a task, at most
 CLASSES_SHOWN = 40
-DARK = 15  # largest value of images that look black
+NEARLY_BLACK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 
 
@@ -246,7 +246,7 @@ def choose_fit(config: PackConfig, source: Source, run_tasks: RunTasks) -> Fit:
     exact = not size
     if exact or not channels:
         rows = np.arange(len(source.names))
-        reading = _read_files(source, rows, run_tasks, workers.read_each, probe)
+        reading = _read_files(source, rows, run_tasks, workers.apply_to_files, probe)
         with closing(reading) as headers:
             for row, (name, header) in enumerate(zip(source.names, headers, strict=True)):
                 if isinstance(header, BadImage):  # found again when it is decoded
@@ -295,7 +295,7 @@ def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
         keys = source.places[:, 2]  # size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    results = _read_files(source, rows, run_tasks, workers.read_each, workers.sha256)
+    results = _read_files(source, rows, run_tasks, workers.apply_to_files, workers.sha256)
     texts = (b"" if isinstance(result, BadImage) else result for result in results)
     digests = np.fromiter(texts, "S32", len(rows))
     is_read = digests != b""
@@ -583,7 +583,7 @@ class PackChanges:
                 if len(rows) < total:
                     text += f": {names}"
                 note(text)
-        if self.brightest <= DARK:
+        if self.brightest <= NEARLY_BLACK:
             note(f"the largest value of all images is {self.brightest} of 255: they look black")
 
 

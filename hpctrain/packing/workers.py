@@ -33,7 +33,7 @@ from hpctrain.watchdog import doing
 
 ENDS = {signal.SIGINT, signal.SIGTERM}  # what ends pack
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of each worker
-AHEAD = 3  # tasks per worker that are submitted ahead
+TASKS_AHEAD = 3  # tasks per worker that are submitted ahead
 
 
 class RunTasks(Protocol):
@@ -67,7 +67,7 @@ class Decoded(NamedTuple):
     frames: int  # of files with several
 
 
-def read_each(slices: list[Slice], use: Callable[[bytes], Any]) -> list[Any]:
+def apply_to_files(slices: list[Slice], use: Callable[[bytes], Any]) -> list[Any]:
     """Return for each file (n,) what `use` makes of its bytes, or a BadImage."""
     return [*read_files(slices, use)]
 
@@ -206,7 +206,7 @@ def start_workers(jobs: int) -> Iterator[RunTasks]:
         submitted = ((submit(function, task), len(task[0])) for task in tasks)
         done = 0
         console = Console(stderr=True)
-        waiting = deque(islice(submitted, AHEAD * jobs))
+        waiting = deque(islice(submitted, TASKS_AHEAD * jobs))
         with Progress(console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task(text, total=images)
             while waiting:
