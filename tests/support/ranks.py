@@ -401,7 +401,10 @@ def answer(request: bytes) -> Outcome:
 
 def describe_error(error: BaseException) -> str:
     """The traceback below this file, with the local variables of tests and of the last frame."""
-    shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+    try:
+        shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+    except Exception:  # of the repr of one of them
+        shown = traceback.TracebackException.from_exception(error)
     own = [k for k, frame in enumerate(shown.stack) if frame.filename == __file__]
     del shown.stack[: own[-1] + 1 if own else 0]
     for frame in shown.stack:

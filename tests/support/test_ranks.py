@@ -68,6 +68,19 @@ def test_ranks_end_with_the_process_that_started_them_whatever_they_do():
         job.end()
 
 
+class Unfinished:
+    def __repr__(self):
+        raise AttributeError("it has no name yet")
+
+
+def test_an_error_beside_what_cannot_be_shown_is_described():
+    unfinished = Unfinished()
+    try:
+        assert not unfinished, "the reason"
+    except AssertionError as error:
+        assert "AssertionError: the reason" in ranks.describe_error(error)
+
+
 def test_ranks_that_cannot_start_fail_at_once(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ranks.RankError, match="not all ranks have started"):
