@@ -24,6 +24,7 @@ is no notice: only 5 seconds are left.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import signal
@@ -43,10 +44,57 @@ PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # may name cores f
 #: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
 REQUESTS = (
-    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK"),
-    *("SLURM_CPUS_PER_GPU", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE"),
-    *("SLURM_GRES", "SLURM_STEP_GRES", "SLURM_TRES_PER_TASK"),
-    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_GRES",
+    "SLURM_STEP_GRES",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NNODES",
+    "SLURM_CPUS_PER_TASK",
+)
+#: Variables of launchers, by what they hold. The first one that holds a number counts.
+SIZES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+RANKS = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+    "SLURM_PROCID",
+    "PALS_RANKID",
+    "ALPS_APP_PE",
+    "PMIX_RANK",
+)
+LOCAL_SIZES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
+    "SLURM_LOCALID",
+    "PALS_LOCAL_RANKID",
 )
 
 
@@ -69,21 +117,28 @@ _received: list[int] = []  # signals received so far
 
 
 def _first_number(*names: str) -> int | None:
-    values = [os.environ.get(name, "") for name in names]
-    return next((int(value) for value in values if value.isdigit()), None)
+    for name in names:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return None
 
 
 def foreign_launcher() -> ForeignLauncher | None:
     """Return the launcher of this process if it started several, and is not one of MPI."""
     for launcher in FOREIGN:
         if all(name in os.environ for name in launcher.mark):
-            return launcher if (_first_number(launcher.size) or 1) > 1 else None
+            size = _first_number(launcher.size) or 1
+            if size > 1:
+                return launcher
+            return None
     return None
 
 
 def require_mpi_launcher() -> None:
     """Raise UsageError if this process has a `foreign_launcher`."""
-    if launcher := foreign_launcher():
+    launcher = foreign_launcher()
+    if launcher:
         size = launched_size()
         raise UsageError(
             f"{launcher.name} started {size} processes, and each would be a job of its own: the"
@@ -101,7 +156,8 @@ def launcher_name() -> str:
 
     srun and Flux set variables of PALS too, for the MPI of Cray.
     """
-    if foreign := foreign_launcher():
+    foreign = foreign_launcher()
+    if foreign:
         return foreign.name
     names = (
         ("JSM_NAMESPACE_SIZE", "jsrun"),
@@ -149,8 +205,9 @@ def end_with_parent(parent: int) -> None:
 
 def notice_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that are notices for this process."""
-    always = (signal.SIGUSR2, signal.SIGUSR1)
-    return always if under_mpirun() else (*always, signal.SIGTERM)
+    if under_mpirun():
+        return signal.SIGUSR2, signal.SIGUSR1
+    return signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM
 
 
 def catch_signals() -> None:
@@ -162,9 +219,11 @@ def catch_signals() -> None:
 @contextmanager
 def signals_caught() -> Iterator[None]:
     """Catch the notices in a block of a user's own program, if this is the main thread."""
-    own = threading.current_thread() is threading.main_thread()
+    notices: tuple[signal.Signals, ...] = ()
+    if threading.current_thread() is threading.main_thread():
+        notices = notice_signals()
     try:
-        with signals_handled(notice_signals() if own else (), _received.append):
+        with signals_handled(notices, _received.append):
             yield
     finally:
         _received.clear()
@@ -176,7 +235,10 @@ def signals_handled(
     handle: Callable[[signal.Signals], object],
 ) -> Iterator[None]:
     """Call `handle` with each of these signals in the block; then restore their handlers."""
-    before = {n: signal.signal(n, lambda n, frame: handle(signal.Signals(n))) for n in numbers}
+    before = {
+        number: signal.signal(number, lambda number, frame: handle(signal.Signals(number)))
+        for number in numbers
+    }
     try:
         yield
     finally:
@@ -187,7 +249,9 @@ def signals_handled(
 
 def received_signal() -> str | None:
     """Return the name of the first notice that was received, if any."""
-    return signal.Signals(_received[0]).name if _received else None
+    if not _received:
+        return None
+    return signal.Signals(_received[0]).name
 
 
 def ignore_signals() -> None:
@@ -205,45 +269,45 @@ def launched_size() -> int | None:
 
     None without a launcher, or with one that does not tell (`launcher_name`: prterun, aprun).
     """
-    if foreign := foreign_launcher():
+    foreign = foreign_launcher()
+    if foreign:
         return _first_number(foreign.size)
-    names = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"
-    return _first_number(*names, "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+    return _first_number(*SIZES)
 
 
 def launched_rank() -> int:
     """Return the rank that the launcher gave this process; 0 without a launcher."""
-    if foreign := foreign_launcher():
+    foreign = foreign_launcher()
+    if foreign:
         return _first_number(foreign.rank) or 0
-    names = "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"
-    others = "FLUX_TASK_RANK", "SLURM_PROCID", "PALS_RANKID", "ALPS_APP_PE", "PMIX_RANK"
-    return _first_number(*names, *others) or 0
+    return _first_number(*RANKS) or 0
 
 
 def launched_local_rank() -> int:
     """Return the number of this process among the launch's on this host; 0 without a launcher."""
-    names = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
-    rare = "MV2_COMM_WORLD_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK"
-    own = "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID", "PALS_LOCAL_RANKID"
-    return _first_number(*names, *rare, *own) or 0
+    return _first_number(*LOCAL_RANKS) or 0
 
 
 def local_size() -> int:
     """Return the number of the launch's processes on this host; 1 without a launcher."""
-    names = "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"
-    if found := _first_number(*names, "MV2_COMM_WORLD_LOCAL_SIZE"):
-        return found
+    size = _first_number(*LOCAL_SIZES)
+    if size:
+        return size
     tasks = tasks_by_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if (node := _first_number("SLURM_NODEID")) is not None and node < len(tasks):
+    node = _first_number("SLURM_NODEID")
+    if node is not None and node < len(tasks):
         return tasks[node]
-    nodes = _first_number("FLUX_JOB_NNODES")  # of an even launch, or the mean rounded up
-    return -(-(_first_number("FLUX_JOB_SIZE") or 1) // nodes) if nodes else 1
+    nodes = _first_number("FLUX_JOB_NNODES")
+    if nodes:
+        size = _first_number("FLUX_JOB_SIZE") or 1
+        return math.ceil(size / nodes)  # of an even launch, or the mean rounded up
+    return 1
 
 
 def tasks_by_node(text: str) -> list[int]:
     """Parse SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE: "2(x3),1" is [2, 2, 2, 1]."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in runs for _ in range(int(times or 1))]
 
 
 def place_in_step(rank: int, size: int) -> tuple[int, int]:
@@ -251,10 +315,13 @@ def place_in_step(rank: int, size: int) -> tuple[int, int]:
 
     (-1, -1) if srun did not start these ranks: under mpirun its variables describe a daemon.
     """
-    names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID"
-    procid, tasks, node, local = map(_first_number, names)
-    if (procid, tasks) == (rank, size) and node is not None and local is not None:
-        return node, local
+    node = _first_number("SLURM_NODEID")
+    task = _first_number("SLURM_LOCALID")
+    is_step = (
+        _first_number("SLURM_PROCID") == rank and _first_number("SLURM_STEP_NUM_TASKS") == size
+    )
+    if is_step and node is not None and task is not None:
+        return node, task
     return -1, -1
 
 
@@ -288,16 +355,25 @@ def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
 def srun_words() -> list[str]:
     """Return the beginning of a command by which srun inherits none of the job's `REQUESTS`."""
     inherited = [f"--unset={name}" for name in REQUESTS if name in os.environ]
-    return ["env", *inherited, "srun"] if inherited else ["srun"]
+    if inherited:
+        return ["env", *inherited, "srun"]
+    return ["srun"]
 
 
-def ask(*command: str, within: float | None = None, **variables: str) -> str:
-    """Return the output of a scheduler's command. Raises RunError if it fails or times out."""
-    within, env = within or ANSWER_WITHIN, {**os.environ, **variables}  # seconds
+def scheduler_output(
+    *command: str,
+    within: float | None = None,
+    **variables: str,
+) -> str:
+    """Return the output of a scheduler's command. Raises RunError if it fails or times out.
+
+    It has `within` seconds (None: `ANSWER_WITHIN`), and `variables` in its environment.
+    """
+    within = within or ANSWER_WITHIN
     try:
         done = subprocess.run(
             command,
-            env=env,
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -323,12 +399,20 @@ def job_end() -> float | None:
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return None
-    if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if end.isdigit():
         return float(end)
-    # %A distinguishes the tasks of an array; the last one has the ID of the whole array.
-    words = ("--noheader", f"--jobs={job}", "--states=running", "--format=%A %e")
-    lines = ask("squeue", *words, SLURM_TIME_FORMAT="%s").splitlines()
-    end = dict(line.split(maxsplit=1) for line in lines if " " in line).get(job, "").strip()
+    output = scheduler_output(
+        "squeue",
+        "--noheader",
+        f"--jobs={job}",
+        "--states=running",
+        # %A distinguishes the tasks of an array; the last one has the ID of the whole array.
+        "--format=%A %e",
+        SLURM_TIME_FORMAT="%s",
+    )
+    ends = dict(line.split(maxsplit=1) for line in output.splitlines() if " " in line)
+    end = ends.get(job, "").strip()
     if end.isdigit():
         return float(end)
     if end in ("N/A", "Unknown", "NONE"):

@@ -21,9 +21,19 @@ from hpctrain.errors import UsageError
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+#: Variables by which OpenMP binds threads to cores.
+BINDING = (
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+)
 #: With fewer threads than it was promised, oneDNN waits in a barrier for ever.
-FEWER = ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS", "OMP_THREAD_LIMIT")
+FEWER = (
+    "OMP_DYNAMIC",
+    "OMP_MAX_ACTIVE_LEVELS",
+    "OMP_THREAD_LIMIT",
+)
 OPENMP = re.compile(r"/\S.*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*")
 
 
@@ -37,12 +47,13 @@ class Quota(NamedTuple):
 def allowed_cores() -> set[int]:
     """Return the cores on which threads of this process may run, with those of OpenMP's places."""
     cores = os.sched_getaffinity(0)
-    if any(name in os.environ for name in BINDING):
-        for openmp in _openmp_libraries():
-            for place in range(openmp.omp_get_num_places()):
-                numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
-                openmp.omp_get_place_proc_ids(place, numbers)
-                cores.update(numbers)
+    if not any(name in os.environ for name in BINDING):
+        return cores
+    for openmp in _openmp_libraries():
+        for place in range(openmp.omp_get_num_places()):
+            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+            openmp.omp_get_place_proc_ids(place, numbers)
+            cores.update(numbers)
     return cores
 
 
@@ -56,15 +67,20 @@ def check_threads(threads: int) -> None:
     for openmp in _openmp_libraries():
         openmp.omp_set_dynamic(0)
         openmp.omp_set_max_active_levels(max(1, openmp.omp_get_max_active_levels()))
-        if openmp.omp_get_thread_limit() < threads:
-            limit = f"OMP_THREAD_LIMIT={openmp.omp_get_thread_limit()}"
-            raise UsageError(f"{limit} allows fewer than the {threads} threads of a rank: unset it")
+        limit = openmp.omp_get_thread_limit()
+        if limit < threads:
+            raise UsageError(
+                f"OMP_THREAD_LIMIT={limit} allows fewer than the {threads} threads of a rank:"
+                " unset it"
+            )
 
 
 def thread_limit() -> int | None:
     """Return OMP_THREAD_LIMIT, None if it is no number above 0."""
     limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
-    return int(limit) or None if limit.isdecimal() else None
+    if limit.isdecimal():
+        return int(limit) or None
+    return None
 
 
 def _openmp_libraries() -> list[ctypes.CDLL]:
@@ -81,7 +97,12 @@ def make_pool(
     """Return a pool of threads that run on all allowed cores; each calls `begin` first."""
     from concurrent.futures import ThreadPoolExecutor  # not for --help
 
-    return ThreadPoolExecutor(threads, name, initializer=_begin_thread, initargs=(begin,))
+    return ThreadPoolExecutor(
+        threads,
+        name,
+        initializer=_begin_thread,
+        initargs=(begin,),
+    )
 
 
 def _begin_thread(begin: Callable[[], object] | None) -> None:
@@ -102,9 +123,10 @@ def cpu_quotas(proc: Path = Path("/proc/self")) -> list[Quota]:
     quotas = {}
     for folders in cgroup_folders("cpu", proc):
         for folder in folders:
-            if cores := _read_quota(folder):
-                about = folder.stat()
-                quotas[about.st_dev, about.st_ino] = cores
+            cores = _read_quota(folder)
+            if cores:
+                status = folder.stat()
+                quotas[status.st_dev, status.st_ino] = cores
     return [Quota(group, cores) for group, cores in quotas.items()]
 
 
@@ -123,16 +145,22 @@ def cgroup_folders(controller: str, proc: Path = Path("/proc/self")) -> Iterator
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
     for fields in mounts:
         kind, _, options = fields[fields.index("-") + 1 :]
-        has_controller = kind == "cgroup" and controller in options.split(",")
-        name = "" if kind == "cgroup2" else controller
-        if name in groups and (kind == "cgroup2" or has_controller):
-            yield _upwards(groups[name], fields[3], Path(fields[4]))
+        if kind == "cgroup2":
+            group = groups.get("")
+        elif kind == "cgroup" and controller in options.split(","):
+            group = groups.get(controller)
+        else:
+            continue
+        if group is not None:
+            yield _upwards(group, root=fields[3], mounted=Path(fields[4]))
 
 
 def _upwards(path: str, root: str, mounted: Path) -> Iterator[Path]:
     """Yield the folder of the cgroup `path` and those above, where the cgroup `root` is mounted."""
+    folder = mounted
     inside = os.path.relpath(path, root)
-    folder = mounted if inside.startswith("..") else mounted / inside  # "..": of another namespace
+    if not inside.startswith(".."):  # else it is of another namespace
+        folder = mounted / inside
     yield folder
     while folder != mounted:
         folder = folder.parent

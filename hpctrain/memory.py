@@ -6,6 +6,11 @@ import ctypes
 
 import torch
 
+# Parameters of mallopt (malloc.h)
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
+
 
 def empty_on_host(
     shape: tuple[int, ...],
@@ -28,9 +33,8 @@ def keep_memory() -> None:
     costs the loader's thread 1,300 faults per batch of 128 images of 100x100x3, and half its speed.
     See mallopt(3).
     """
-    trim_threshold, mmap_threshold, arena_max = -1, -3, -8
     mallopt = ctypes.CDLL(None).mallopt
     # Older versions accept at most 32 MiB; each call disables the dynamic adjustment of both.
-    if mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25):
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(arena_max, 1)
+    if mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25):
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_ARENA_MAX, 1)

@@ -18,11 +18,11 @@ from hpctrain.training.control import is_locked, request_stop
 
 def main(settings: StopConfig) -> int:
     """Request that the run or the sweep stop; print the request, or that it has already ended."""
-    say(ask(find_folder(settings.target, settings.runs_dir)))
+    say(stop_run(find_folder(settings.target, settings.runs_dir)))
     return 0
 
 
-def ask(folder: Path) -> str:
+def stop_run(folder: Path) -> str:
     """Request that a run or a sweep stop, unless it is done; return the line to print."""
     if (folder / SWEEP_FILE).is_file():
         request_stop(folder)  # first, so that no other network begins

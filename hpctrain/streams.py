@@ -28,7 +28,7 @@ Event = torch.cuda.Event  # of a GPU; CpuEvent has the same methods
 Stream = torch.cuda.Stream | None  # None: on the CPU
 Name = TypeVar("Name")
 Made = TypeVar("Made")
-Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
+Outputs = TypeVar("Outputs", bound=tuple[Tensor, ...])
 IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps or blocks queued before results are read
 
 
@@ -78,7 +78,9 @@ def start_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
 
 def new_stream(device: torch.device) -> Stream:
     """Create a stream beside the current one of `device`; None on the CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return torch.cuda.Stream(device)
+    return None
 
 
 def use_stream(stream: Stream) -> AbstractContextManager[None]:
@@ -87,7 +89,9 @@ def use_stream(stream: Stream) -> AbstractContextManager[None]:
     The thread's current device must be the GPU of the stream: torch would switch back to another
     one at the end, and create a context there (`set_device`).
     """
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    if stream is None:
+        return nullcontext()
+    return torch.cuda.stream(stream)
 
 
 class Upload:
@@ -107,8 +111,8 @@ class Upload:
         if self.device == torch.device("cuda"):  # which is another GPU in another thread
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = new_stream(self.device)
-        kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        self._buffer = empty_on_host(shape, kind, self.device)
+        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        self._buffer = empty_on_host(shape, torch_dtype, self.device)
         self._copied = self.record_event()  # nothing was queued yet
 
     def buffer(self, count: int) -> np.ndarray:
@@ -190,7 +194,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: deque[list[Event]] = deque()  # events of each: begun, computed, reduced
-        self.compute = self.reduce = 0.0
+        self.compute = 0.0
+        self.reduce = 0.0
 
     def begin(self) -> None:
         """Mark the beginning of a step."""
@@ -221,7 +226,7 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def warm_up(self, work: Callable[[], Tensors]) -> Tensors:
+    def warm_up(self, work: Callable[[], Outputs]) -> Outputs:
         """Run `work` on the stream on which it will be captured, in order with the current one.
 
         The current stream waits for it, so tensors that `work` only reads need no record_stream.
@@ -229,19 +234,24 @@ class GraphRecorder:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with use_stream(self._stream):
-            found = work()
+            outputs = work()
         current.wait_stream(self._stream)
-        for tensor in found:
+        for tensor in outputs:
             tensor.record_stream(current)
-        return found
+        return outputs
 
-    def __call__(self, work: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
+    def __call__(self, work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
         """Capture `work`, which must be warmed up, without running it; return results and replay.
 
         Every replay writes to the memory of these results and is queued on the current stream.
         Other threads may use the GPU during the capture.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            found = work()
-        return found, graph.replay
+        with torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            stream=self._stream,
+            capture_error_mode="thread_local",
+        ):
+            outputs = work()
+        return outputs, graph.replay

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain import launch
-from hpctrain.cluster import LEFT, ask, find_job, srun_words, tasks_by_node
+from hpctrain.cluster import LEFT, find_job, scheduler_output, srun_words, tasks_by_node
 from hpctrain.config import Config, SuperviseConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.outcome import Outcome, Status
@@ -308,7 +308,7 @@ def step_memory_hint() -> str:
         return ""
     steps: list[tuple[str, str]] = []
     with suppress(RunError):  # there is no accounting
-        states = ask(
+        states = scheduler_output(
             "sacct",
             f"--jobs={job}",
             "--noheader",
@@ -399,7 +399,7 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
     names = env.get("SLURM_JOB_NODELIST")
     if names and Path(words[0]).name == "srun":
         try:
-            nodes = ask("scontrol", "show", "hostnames", names).split()
+            nodes = scheduler_output("scontrol", "show", "hostnames", names).split()
         except RunError as error:
             if wanted is not None:
                 raise
@@ -438,7 +438,7 @@ def answers(node: str) -> bool:
         "true",
     ]
     try:
-        ask(*words, within=ANSWER_WITHIN)
+        scheduler_output(*words, within=ANSWER_WITHIN)
     except RunError:
         return False
     return True
@@ -467,7 +467,7 @@ def requeue() -> str:
     if restarts() >= MOST_REQUEUES:
         return f"job {job} ends, it was requeued {restarts()} times"
     try:
-        ask(*scheduler.requeue, job, within=60.0)
+        scheduler_output(*scheduler.requeue, job, within=60.0)
     except RunError as error:
         return f"job {job} ends, it cannot be requeued: {error}"
     return f"job {job} is requeued"

@@ -169,7 +169,11 @@ class Watchdog:
         #: Whether the kernel's timer is free: a program may have set it for itself.
         self._limits = signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch,
+            name="watchdog",
+            daemon=True,
+        )
 
     def set_rank(self, rank: int, size: int) -> None:
         """Watch this rank of so many."""
@@ -221,13 +225,20 @@ class Watchdog:
         try:
             self._stack = os.open(stack_file(folder, self.rank), os.O_WRONLY | os.O_CREAT)
         except OSError as error:
-            text = f"cannot write into {folder} on {self.host}: {error.strerror}"
-            raise UsageError(f"{text}; it must be a folder that all ranks see") from error
+            raise UsageError(
+                f"cannot write into {folder} on {self.host}: {error.strerror};"
+                " it must be a folder that all ranks see"
+            ) from error
         self._folder = folder
         if self._whole:
             faulthandler.enable(self._stack)
             if under_mpirun():  # elsewhere SIGTERM is a notice
-                faulthandler.register(signal.SIGTERM, self._stack, all_threads=False, chain=True)
+                faulthandler.register(
+                    signal.SIGTERM,
+                    self._stack,
+                    all_threads=False,
+                    chain=True,
+                )
         self._arm()
         self.beat()
 
@@ -304,10 +315,13 @@ class Watchdog:
             self._arm()
         if self.activity == MPI_INIT and waited > SLOW_INIT and not self._init_reported:
             self._init_reported = True
-            here = f"the launcher started {local_size()} of {self.size} ranks here"
-            text = f"{self._where} still in MPI_Init after {SLOW_INIT:.0f} s; {here}"
             if launched_local_rank() == 0:
-                say(f"{text}: a host without such a line is missing", sys.stderr)
+                say(
+                    f"{self._where} still in MPI_Init after {SLOW_INIT:.0f} s;"
+                    f" the launcher started {local_size()} of {self.size} ranks here:"
+                    " a host without such a line is missing",
+                    sys.stderr,
+                )
         if waited > self._allowed:
             self._time_is_up(now)
 
@@ -368,7 +382,12 @@ class Watchdog:
         self.fail("; ".join(lines))
         time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others write their stacks too
         if self.abort:
-            threading.Thread(target=self.abort, args=(1,), daemon=True).start()
+            thread = threading.Thread(
+                target=self.abort,
+                args=(1,),
+                daemon=True,
+            )
+            thread.start()
             time.sleep(LAST_WORDS)
         os._exit(1)
 

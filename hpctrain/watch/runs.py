@@ -21,7 +21,7 @@ from hpctrain.report import find
 from hpctrain.report.display import state_lines
 from hpctrain.report.history import History, Point
 from hpctrain.report.metrics import Metrics, metrics_of
-from hpctrain.stop import ask
+from hpctrain.stop import stop_run
 from hpctrain.text import duration, percent, rate, rough_duration, short_number
 from hpctrain.training.control import STOP_FILE
 
@@ -148,7 +148,7 @@ class WatchedRun:
         if not self.state["can_be_stopped"]:
             return f"{self.name}: {self.state['text']}"
         try:
-            return ask(self.folder)
+            return stop_run(self.folder)
         except Failure as error:
             return str(error)
 
