@@ -79,7 +79,9 @@ ELSEWHERE = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 failed, 2 wrong usage, 75 to resume."""
-    name, settings, failure = "", None, None
+    name = ""
+    settings = None
+    failure = None
     try:
         try:
             name, settings = parse(sys.argv[1:] if argv is None else argv)
@@ -91,11 +93,13 @@ def main(argv: list[str] | None = None) -> int:
             return start(name, settings, failure)
         return int(importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main(settings))
     except Failure as error:  # one process, or several without MPI
-        where = f"[rank {rank}] " if (rank := launched_rank()) else ""
-        if where:
+        rank = launched_rank()
+        where = ""
+        if rank:
+            where = f"[rank {rank}] "
             time.sleep(1.0)  # if the first process failed alike, the launcher ends this one
-        if where and foreign_launcher():  # which is slow to end it: the first has printed this
-            return error.exit_code
+            if foreign_launcher():  # which is slow to end it: the first has printed this
+                return error.exit_code
         print(f"{where}hpctrain: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
@@ -112,11 +116,15 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if argv == ["--version"]:
         print(__version__)
         raise SystemExit(0)
-    name, words = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
+    name = "train"
+    words = argv
+    if argv and not argv[0].startswith("-"):
+        name, *words = argv
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS, ELSEWHERE)
         raise UsageError(f"there is no subcommand {name!r}{hint}")
-    command, ranks = COMMANDS[name], launched_size() or 1
+    command = COMMANDS[name]
+    ranks = launched_size() or 1
     launcher = launcher_name()
     without = f"call it without {launcher if foreign_launcher() else 'mpirun or srun'}"
     if command.processes == LAUNCHER and (under_mpirun() or ranks > 1):
@@ -140,13 +148,15 @@ def start(name: str, settings: Any, failure: Failure | None = None) -> int:
     An error on one rank, also during its imports, aborts all ranks. `failure` is an error of the
     command line: the ranks agree on it and raise it instead.
     """
-    rank, size = launched_rank(), launched_size() or 1
+    rank = launched_rank()
+    size = launched_size() or 1
     timeout = getattr(settings, "hang_timeout", config.Config.hang_timeout)
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
-            is_told = launched_size() or launcher_name() == "none"
-            ranks = counted(size, "rank") if is_told else "ranks"
+            ranks = "ranks"
+            if launched_size() or launcher_name() == "none":
+                ranks = counted(size, "rank")
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
         from hpctrain.parallel.mpi import MPI, check_call, conclude, on_all, start_mpi
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,46 +31,77 @@ from hpctrain.training.checkpoint import newest
 Tensors = dict[str, torch.Tensor]
 #: Not compared, since a run is equal without them; the plan has the learning rate.
 NOT_COMPARED = ("run", "runs_dir", "progress", "tensorboard", "settings", "chosen", "lr")
-MOST_TENSORS, MOST_BARS = 30, 1000  # shown at most
+MOST_TENSORS = 30  # shown
+MOST_BARS = 1000  # of a plot
 
 
 def main(settings: CompareConfig) -> int:
     """Print how two runs differ; return 0 if they are equal, else 1."""
-    runs = settings.first, settings.second
-    folders = [find_folder(run, settings.runs_dir) for run in runs]
+    names = (settings.first, settings.second)
+    folders = [find_folder(name, settings.runs_dir) for name in names]
     a, b = (read_model(folder / NETWORK_FILE)[0] for folder in folders)
     if settings.plot:
-        check_name(Path(settings.plot), "--plot")
-        _plot(Path(settings.plot), " - ".join(runs), a, b)
-    (one, problems), (other, more) = map(newest, folders)
-    problems += more
-    steps = [each.step if each else "none" for each in (one, other)]
-    if one and other and one.step == other.step:
-        for tensors, checkpoint in ((a, one), (b, other)):
-            tensors |= {f"checkpoint {name}": t for name, t in sorted(checkpoint.tensors().items())}
-    elif one and other:
-        problems.append(f"the newest checkpoints are of steps {steps[0]} and {steps[1]}")
-    found = {name: difference(a.get(name), b.get(name)) for name in (a | b)}
-    apart = [f"{name}: {text}" for name, text in found.items() if text]
+        path = Path(settings.plot)
+        check_name(path, "--plot")
+        _plot(path, " - ".join(names), a, b)
+    steps, problems = _add_checkpoints(folders, [a, b])
+    differences = {name: difference(a.get(name), b.get(name)) for name in (a | b)}
+    apart = [f"{name}: {text}" for name, text in differences.items() if text]
     first = first_difference(*(read_records(folder) for folder in folders))
+    records = "equal"
+    if first:
+        step, text = first
+        records = f"differ at step {step}, {text}"
+    equal = not apart and not first and not problems
     lines = [
         *apart[:MOST_TENSORS],
-        f"tensors: {len(found) - len(apart)} equal, {len(apart)} different",
-        f"records: {f'differ at step {first[0]}, {first[1]}' if first else 'equal'}",
-        f"checkpoints: of steps {steps[0]} and {steps[1]}",
+        f"tensors: {len(differences) - len(apart)} equal, {len(apart)} different",
+        f"records: {records}",
+        f"checkpoints: of steps {' and '.join(steps)}",
         *problems,
         *_settings(folders),
+        *_unfinished(names, folders),
+        "equal" if equal else "different",
     ]
-    for run, folder in zip(runs, folders, strict=True):
-        status, reason, _ = History.read(folder, "none").outcome()
-        if status != Status.DONE:
-            lines.append(
-                f"{run}: {status or 'not finished'} ({brief(reason or 'no reason known')})"
-            )
-    equal = not apart and not first and not problems
-    for line in [*lines, "equal" if equal else "different"]:
+    for line in lines:
         say(line)
     return 0 if equal else 1
+
+
+def _add_checkpoints(
+    folders: list[Path],
+    networks: list[Tensors],
+) -> tuple[list[str], list[str]]:
+    """Add the tensors of the newest checkpoints to the networks', if they are of the same step.
+
+    Return the steps of both, and what stands against comparing them.
+    """
+    checkpoints = []
+    problems: list[str] = []
+    for folder in folders:
+        checkpoint, skipped = newest(folder)
+        checkpoints.append(checkpoint)
+        problems += skipped
+    steps = [str(checkpoint.step) if checkpoint else "none" for checkpoint in checkpoints]
+    if None in checkpoints:
+        return steps, problems
+    if steps[0] != steps[1]:
+        problems.append(f"the newest checkpoints are of steps {steps[0]} and {steps[1]}")
+        return steps, problems
+    for network, checkpoint in zip(networks, checkpoints, strict=True):
+        if checkpoint:
+            tensors = sorted(checkpoint.tensors().items())
+            network |= {f"checkpoint {name}": tensor for name, tensor in tensors}
+    return steps, problems
+
+
+def _unfinished(names: Sequence[str], folders: list[Path]) -> Iterator[str]:
+    """Yield a line for each run that is not done."""
+    for name, folder in zip(names, folders, strict=True):
+        outcome = History.read(folder, "none").outcome()
+        if outcome.status != Status.DONE:
+            reason = brief(outcome.reason or "no reason known")
+            yield f"{name}: {outcome.status or 'not finished'} ({reason})"
 
 
 def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
@@ -78,34 +109,51 @@ def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
 
     Values that differ are counted, with the largest |a - b|, also relative to max(|a|, |b|).
     """
-    kinds = ["missing" if t is None else f"{tuple(t.shape)} {t.dtype}" for t in (a, b)]
-    if a is None or b is None or kinds[0] != kinds[1]:
-        return f"{kinds[0]} and {kinds[1]}"
-    a, b = a.contiguous().reshape(-1, 1), b.contiguous().reshape(-1, 1)
+    kind_of_a = _kind(a)
+    kind_of_b = _kind(b)
+    if a is None or b is None or kind_of_a != kind_of_b:
+        return f"{kind_of_a} and {kind_of_b}"
+    a = a.contiguous().reshape(-1, 1)
+    b = b.contiguous().reshape(-1, 1)
     differ = (a.view(torch.uint8) != b.view(torch.uint8)).any(1)
     if not differ.any():
         return ""
-    one, other = a[differ].double(), b[differ].double()
+    one = a[differ].double()
+    other = b[differ].double()
     distance = (one - other).abs()
     relative = (distance / torch.maximum(one.abs(), other.abs())).nan_to_num().max()
     numbers = f"largest difference {distance.max():.3g}, relative {relative:.3g}"
     return f"{len(one):,} of {len(a):,} values differ, {numbers}"
 
 
-def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[float, str] | None:
+def _kind(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def first_difference(
+    a: Iterable[Record],
+    b: Iterable[Record],
+) -> tuple[float, str] | None:
     """Return the first step at which two records differ, and the difference; None if there is none.
 
     Compared is what equal runs record alike (`FIELDS`), and of the digests those of steps for which
     both runs have one. Values that are not finite are recorded as null.
     """
-    a, b = list(a), list(b)
-    in_a, in_b = ({_place(r) for r in records if r.get("digest")} for records in (a, b))
-    fields = (_exact_fields(records, in_a & in_b) for records in (a, b))
-    for one, other in itertools.zip_longest(*fields, fillvalue=(math.inf, "nothing", "", None)):
+    a = list(a)
+    b = list(b)
+    digested = _digested(a) & _digested(b)
+    pairs = itertools.zip_longest(
+        _exact_values(a, digested),
+        _exact_values(b, digested),
+        fillvalue=NOTHING,
+    )
+    for one, other in pairs:
         if one[:3] != other[:3]:
-            return min(one[0], other[0]), f"one has {one[1]}, the other {other[1]}"
+            return min(one.step, other.step), f"one has {one.kind}, the other {other.kind}"
         if one != other:
-            return one[0], f"{one[1]}: {one[2]} {one[3]} and {other[3]}"
+            return one.step, f"{one.kind}: {one.name} {one.value} and {other.value}"
     return None
 
 
@@ -114,16 +162,35 @@ def _place(record: Record) -> tuple[int, str]:
     return record.get("step") or record.get("steps") or 0, record["kind"]
 
 
-def _exact_fields(
-    records: list[Record], digested: set[tuple[int, str]]
-) -> Iterator[tuple[float, str, str, Any]]:
-    """Yield step, kind, name and value of what equal runs record; digests only at `digested`."""
+def _digested(records: list[Record]) -> set[tuple[int, str]]:
+    """Return the places of records that have a digest."""
+    return {_place(record) for record in records if record.get("digest")}
+
+
+class ExactValue(NamedTuple):
+    """A value that equal runs record alike."""
+
+    step: float
+    kind: str
+    name: str
+    value: Any
+
+
+NOTHING = ExactValue(math.inf, "nothing", "", None)
+
+
+def _exact_values(
+    records: list[Record],
+    digested: set[tuple[int, str]],
+) -> Iterator[ExactValue]:
+    """Yield what equal runs record; digests only at the places `digested`."""
     last = {_place(record): record for record in records}  # a run may end twice after one step
     for record in records:
-        place = step, kind = _place(record)
+        place = _place(record)
+        step, kind = place
         if kind not in ("digest", "end") or (place in digested and last[place] is record):
             for name in fields_marked(kind, "deterministic"):
-                yield step, kind, name, record.get(name)
+                yield ExactValue(step, kind, name, record.get(name))
 
 
 def _settings(folders: list[Path]) -> Iterator[str]:
@@ -139,11 +206,17 @@ def _settings(folders: list[Path]) -> Iterator[str]:
         both.append(settings | dataclasses.asdict(plan))
     a, b = both
     names = [name for name in a if a[name] != b.get(name) and name not in NOT_COMPARED]
-    texts = (f"{name} {brief(a[name], 40)} and {brief(b.get(name), 40)}" for name in names)
-    yield from [f"settings that differ: {'; '.join(texts)}"] if names else []
+    texts = [f"{name} {brief(a[name], 40)} and {brief(b.get(name), 40)}" for name in names]
+    if texts:
+        yield f"settings that differ: {'; '.join(texts)}"
 
 
-def _plot(path: Path, names: str, a: Tensors, b: Tensors) -> None:
+def _plot(
+    path: Path,
+    names: str,
+    a: Tensors,
+    b: Tensors,
+) -> None:
     """Plot the differences of the first convolution's weights, of many the largest ones."""
     name = next((name for name, tensor in a.items() if tensor.ndim == 4), next(iter(a), ""))
     if name not in a or name not in b or a[name].shape != b[name].shape:
@@ -157,7 +230,7 @@ def _plot(path: Path, names: str, a: Tensors, b: Tensors) -> None:
     axes.bar(places, bars, width=apart.size / len(bars), color=BLUE)
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xlabel(f"value of {name} (0 to {apart.size - 1:,})", parse_math=False)
-    axes.set_ylabel(f"{'largest ' * (apart.size > MOST_BARS)}difference")
+    axes.set_ylabel("largest difference" if apart.size > MOST_BARS else "difference")
     axes.set_title(f"{names}\n{difference(a[name], b[name]) or 'equal'}", parse_math=False)
     save(figure, path)
     say(f"{path}: differences of {name}")

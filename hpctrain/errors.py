@@ -58,11 +58,11 @@ def one_line(error: BaseException) -> str:
 
 def did_you_mean(
     word: str,
-    known: Iterable[str],
+    choices: Iterable[str],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     alike: float = 0.6,
 ) -> str:
-    """Return ", did you mean 'X'?" for the closest known name, or ""; "-" and "_" are equal.
+    """Return ", did you mean 'X'?" for the closest of the choices, or ""; "-" and "_" are equal.
 
     `elsewhere` maps what other programs call it to what it is called here, or to "" if nothing here
     is meant. `alike` is the least similarity of names, from 0 to 1 (difflib's ratio).
@@ -71,7 +71,16 @@ def did_you_mean(
     def bare(name: str) -> str:
         return name.strip("-").replace("-", "_")
 
-    names = {bare(name): name for name in known if name != word}
-    close = difflib.get_close_matches(bare(word), names, n=1, cutoff=alike)
-    meant = elsewhere.get(bare(word), names[close[0]] if close else "")
-    return f", did you mean {meant!r}?" if meant else ""
+    meant = elsewhere.get(bare(word))
+    if meant is None:
+        names = {bare(name): name for name in choices if name != word}
+        close = difflib.get_close_matches(
+            bare(word),
+            names,
+            n=1,
+            cutoff=alike,
+        )
+        meant = names[close[0]] if close else ""
+    if not meant:
+        return ""
+    return f", did you mean {meant!r}?"

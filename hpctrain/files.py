@@ -24,17 +24,25 @@ from hpctrain.text import bytes_text
 
 def temporary_name(path: Path) -> Path:
     """Return a hidden name beside `path` that contains the host and process ID of its writer."""
-    own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
-    return path.with_name(f".{path.name}.{own}.tmp")
+    parts = (
+        socket.gethostname(),
+        str(os.getpid()),
+        secrets.token_hex(8),
+    )
+    return path.with_name(f".{path.name}.{'-'.join(parts)}.tmp")
 
 
 def remove_left_behind(path: Path) -> None:
     """Remove temporary files and folders for `path` whose writers, on this host, were killed."""
     stem = f".{path.name}.{socket.gethostname()}-"
-    for found in path.parent.glob(f"{glob.escape(stem)}*.tmp"):
-        process = found.name.removeprefix(stem).partition("-")[0]
-        if process.isdigit() and not Path("/proc", process).exists():
-            shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
+    for temporary in path.parent.glob(f"{glob.escape(stem)}*.tmp"):
+        process = temporary.name.removeprefix(stem).partition("-")[0]
+        if not process.isdigit() or Path("/proc", process).exists():
+            continue
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -46,18 +54,29 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def write_at(
+    descriptor: int,
+    data: memoryview,
+    offset: int,
+) -> None:
     """Write all of `data` to an open file, from byte `offset` on. Raises OSError."""
     while data:
         count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+        data = data[count:]
+        offset += count
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
+def check_room(
+    folder: Path,
+    needed: int,
+    what: str,
+) -> None:
     """Raise RunError if fewer than `needed` bytes, which `what` needs, are free in the folder."""
-    if needed > (free := shutil.disk_usage(folder).free):
-        has, needs = bytes_text(free), bytes_text(needed)
-        raise RunError(f"{folder} has {has} free, {what} needs {needs} there")
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise RunError(
+            f"{folder} has {bytes_text(free)} free, {what} needs {bytes_text(needed)} there"
+        )
 
 
 @contextmanager
@@ -69,7 +88,8 @@ def whole_file(path: Path, point: str = "") -> Iterator[BinaryIO]:
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    temporary, point = temporary_name(path), point or path.stem
+    temporary = temporary_name(path)
+    point = point or path.stem
     with open(temporary, "x+b") as file:
         try:
             yield file
@@ -98,10 +118,18 @@ def writing(what: object) -> Iterator[None]:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically. Raises OSError."""
     with whole_file(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        if isinstance(content, str):
+            content = content.encode()
+        file.write(content)
 
 
 def as_text(file: BinaryIO) -> TextIO:
     """Return the same file for writing text, without newline translation; `file` stays open."""
-    number = file.fileno()
-    return open(number, "w", newline="", encoding="utf-8", errors="surrogateescape", closefd=False)
+    return open(
+        file.fileno(),
+        "w",
+        newline="",
+        encoding="utf-8",
+        errors="surrogateescape",
+        closefd=False,
+    )

@@ -47,11 +47,14 @@ SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
 
 def mpirun() -> str:
     """Return the mpirun beside this Python, else the one on the PATH. Raises UsageError if none."""
-    places = os.path.dirname(sys.executable), os.environ.get("PATH", "")
-    found = shutil.which("mpirun", path=os.pathsep.join(places))
-    if found is None:
+    folders = [
+        os.path.dirname(sys.executable),
+        os.environ.get("PATH", ""),
+    ]
+    path = shutil.which("mpirun", path=os.pathsep.join(folders))
+    if path is None:
         raise UsageError("there is no mpirun on the PATH: load an MPI module")
-    return found
+    return path
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -59,12 +62,20 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     ranks than cores are allowed, unless the user has set the variables.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    return {**ALLOWED, **os.environ, "PYTHONPATH": path, **(extra or {})}
+    return {
+        **ALLOWED,
+        **os.environ,
+        "PYTHONPATH": path,
+        **(extra or {}),
+    }
 
 
 def own_sessions(folder: str) -> dict[str, str]:
     """Return variables that keep an mpirun's sockets apart from those that a killed one left."""
-    return {"OMPI_MCA_orte_tmpdir_base": folder, "PRTE_MCA_prte_tmpdir_base": folder}
+    return {
+        "OMPI_MCA_orte_tmpdir_base": folder,
+        "PRTE_MCA_prte_tmpdir_base": folder,
+    }
 
 
 @contextmanager
@@ -173,7 +184,8 @@ class LaunchedRun:
         cores: Collection[int] = (),
     ) -> None:
         """Start the launcher; see `start`."""
-        self.history, self.is_notified = History.read(folder, "none"), False
+        self.history = History.read(folder, "none")
+        self.is_notified = False
         self._killed_before = oom_kills()
         self._began_before = self.history.launch.began
         self.process = start(command, log, env, cores)
@@ -208,6 +220,9 @@ def last_error_line(text: str) -> str:
     """
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
     for pattern in (ERROR, SIGNAL):
-        if found := [line for line in lines if pattern.search(line)]:
-            return found[-1].removeprefix("hpctrain: ")
-    return lines[-1] if lines else "nothing printed"
+        telling = [line for line in lines if pattern.search(line)]
+        if telling:
+            return telling[-1].removeprefix("hpctrain: ")
+    if lines:
+        return lines[-1]
+    return "nothing printed"

@@ -24,17 +24,26 @@ def printable(text: str, encoding: str = "utf-8", newlines: bool = True) -> str:
     Escaped too are characters that change the direction of text and, if `newlines` is false,
     newlines.
     """
-    shown = "".join(
-        c if c.isprintable() or (newlines and c == "\n") else c.encode("unicode_escape").decode()
-        for c in text
-    )
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+    def shown(character: str) -> str:
+        if character.isprintable() or (newlines and character == "\n"):
+            return character
+        return character.encode("unicode_escape").decode()
+
+    if not text.isprintable():
+        text = "".join(map(shown, text))
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a line to standard output or to `file`, with unprintable characters as escapes."""
     file = file or sys.stdout
-    print(printable(text, getattr(file, "encoding", None) or "utf-8"), file=file, flush=True)
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    print(
+        printable(text, encoding),
+        file=file,
+        flush=True,
+    )
 
 
 class Output(io.TextIOWrapper):
@@ -74,7 +83,11 @@ def open_standard_files() -> None:
     file, such as a record, and whatever a library prints would be written into that file. Writing
     to standard output then fails, as it should, and standard error is discarded.
     """
-    modes = {0: os.O_RDONLY, 1: os.O_RDONLY, 2: os.O_WRONLY}
+    modes = {
+        0: os.O_RDONLY,
+        1: os.O_RDONLY,  # so that writing fails
+        2: os.O_WRONLY,
+    }
     for descriptor, mode in modes.items():
         try:
             os.fstat(descriptor)
@@ -84,10 +97,19 @@ def open_standard_files() -> None:
         file = getattr(sys, name)
         if file is None:  # closed
             raw = io.FileIO(descriptor, "w", closefd=False)
-            output = Output(io.BufferedWriter(raw), "utf-8", "backslashreplace")
+            output = Output(
+                io.BufferedWriter(raw),
+                encoding="utf-8",
+                errors="backslashreplace",
+            )
         elif type(file) is io.TextIOWrapper and file is getattr(sys, f"__{name}__"):
-            how = file.encoding, file.errors, None, file.line_buffering, file.write_through
-            output = Output(file.detach(), *how)
+            options: dict[str, Any] = {
+                "encoding": file.encoding,
+                "errors": file.errors,
+                "line_buffering": file.line_buffering,
+                "write_through": file.write_through,
+            }
+            output = Output(file.detach(), **options)
         else:
             continue
         output.is_stderr = name == "stderr"
@@ -106,7 +128,8 @@ def output_error() -> OSError | None:
 
 def check_output() -> None:
     """Raise an OSError if standard output could not be written."""
-    if error := output_error():
+    error = output_error()
+    if error:
         raise error
 
 
@@ -131,7 +154,11 @@ def discard_stdout() -> None:
     discard(sys.stdout)
 
 
-def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str:
+def listed(
+    names: Iterable[object],
+    most: int = 8,
+    separator: str = ", ",
+) -> str:
     """Join at most `most` names in one line: "a, b and 3 more", "a; b; and 3 more"."""
     texts = [str(name) for name in names]
     shown = separator.join(texts[:most])
@@ -140,22 +167,43 @@ def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str
     return f"{shown}{separator.strip(', ')} and {len(texts) - most:,} more"
 
 
-def listed_names(names: Iterable[str], most: int = MOST_NAMED, separator: str = ", ") -> str:
+def listed_names(
+    names: Iterable[str],
+    most: int = MOST_NAMED,
+    separator: str = ", ",
+) -> str:
     """Join names of files or classes as `listed` does; each of them is shortened to one line."""
     names = [*names]
-    return listed([*map(brief, names[:most]), *names[most:]], most, separator)
+    shown = map(brief, names[:most])
+    return listed([*shown, *names[most:]], most, separator)
 
 
 def counted(number: int | None, noun: str) -> str:
     """Return a number with its noun: "1 rank", "4 ranks"; empty for None."""
-    return "" if number is None else f"{number:,} {noun}{'' if number == 1 else 's'}"
+    if number is None:
+        return ""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def ranges(numbers: Sequence[int]) -> str:
     """Join sorted numbers in one line, consecutive ones as a range: "1, 3-7"."""
-    breaks = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
-    parts = [numbers[a:b] for a, b in pairwise([0, *breaks, len(numbers)]) if a < b]
-    return listed(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+    breaks = [
+        position
+        for position, (before, number) in enumerate(pairwise(numbers), start=1)
+        if number != before + 1
+    ]
+    parts = [
+        numbers[begin:end] for begin, end in pairwise([0, *breaks, len(numbers)]) if begin < end
+    ]
+    texts = []
+    for part in parts:
+        if len(part) > 1:
+            texts.append(f"{part[0]}-{part[-1]}")
+        else:
+            texts.append(f"{part[0]}")
+    return listed(texts)
 
 
 def min_to_max(numbers: Iterable[int]) -> str:
@@ -168,18 +216,25 @@ def short_number(number: float | None) -> str:
     """Format a loss or an accuracy with four decimals, or as "1.23e-05"; empty for None."""
     if number is None:
         return ""
-    small_or_large = number != 0 and not 1e-3 <= abs(number) < 1e5
-    return f"{number:.2e}" if small_or_large else f"{number:.4f}"
+    if number != 0 and not 1e-3 <= abs(number) < 1e5:
+        return f"{number:.2e}"
+    return f"{number:.4f}"
 
 
 def rate(number: float) -> str:
     """Format a measured number with at least three digits: "4,812", "48.1", "4.81"."""
-    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
+    if number >= 100:
+        return f"{number:,.0f}"
+    if number >= 10:
+        return f"{number:,.1f}"
+    return f"{number:,.2f}"
 
 
 def percent(share: float) -> str:
     """Format a share as "40 %", rounded down: "100 %" only if it is complete."""
-    return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
+    if share < 1:
+        return f"{int(100 * share + 1e-9)} %"
+    return "100 %"
 
 
 def bytes_text(size: float) -> str:
@@ -188,19 +243,28 @@ def bytes_text(size: float) -> str:
         if size < 1024 or unit == "GiB":
             break
         size /= 1024
-    return f"{size:,.{0 if size >= 10 or size == int(size) else 1}f} {unit}"
+    if size >= 10 or size == int(size):
+        return f"{size:,.0f} {unit}"
+    return f"{size:,.1f} {unit}"
 
 
 def duration(seconds: float) -> str:
     """Format seconds as "0:34" or "1:02:03"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
 
 
 def rough_duration(seconds: float) -> str:
     """Format seconds in their largest unit: "45 s", "3 min", "2 h", "5 days"."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+    units = {
+        "days": 86400,
+        "h": 3600,
+        "min": 60,
+    }
+    for unit, size in units.items():
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
@@ -217,5 +281,6 @@ def brief(value: object, most: int = 160) -> str:
     line = " ".join(printable(str(value)).split())
     if len(line) <= most:
         return line
-    before, after = (most - 2) // 2, (most - 3) // 2
+    before = (most - 2) // 2
+    after = (most - 3) // 2
     return f"{line[:before]}...{line[len(line) - after :]}"
