@@ -17,10 +17,13 @@ from typing import Any
 from hpctrain.config import Config, optimizer_and_rate
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch, even_shares
 from hpctrain.errors import UsageError
+from hpctrain.tasks.facts import FACTS
 from hpctrain.text import brief, counted, listed, min_to_max
 
 VERSION = 2  # meaning of a plan's numbers
 MOST_SHARES = 16  # listed one by one
+EPOCHS = 100
+NETWORK_EPOCHS = {"digits": 20}  # by network
 EVALUATION_ROWS = 64  # samples of a block, on CPUs
 GPU_EVALUATION_ROWS = 256  # at most: with larger blocks, fewer ranks have one
 GPU_EVALUATION_VALUES = 1 << 26  # values of a block: 256 MiB of float32
@@ -112,12 +115,12 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 def resolve(config: Config, facts: Facts) -> Plan:
     """Resolve the plan of a first launch. Raises UsageError if the numbers are inconsistent."""
-    model, denoise = model_name(config, facts.image_shape), config.task == "denoise"
+    model = model_name(config, facts.image_shape)
+    task = FACTS[config.task]
     shards = config.shards or round(sum(config.worker_load or ())) or facts.ranks
-    usual_batch = 500 if denoise else 128  # of a single worker
     many = config.batch_per_rank is not None or facts.device == "cuda"
     workers = (config.shards or facts.ranks) if many else 1
-    batch_size = config.batch_size or (config.batch_per_rank or usual_batch) * workers
+    batch_size = config.batch_size or (config.batch_per_rank or task.batch_size) * workers
     partition = cut_epoch(facts.rows, batch_size, shards, facts.min_samples)
     shuffle = config.shuffle or ("blocks" if facts.chunk_rows else "partition")
     if config.balanced_sampling and shuffle == "blocks":
@@ -130,11 +133,11 @@ def resolve(config: Config, facts: Facts) -> Plan:
     optimizer, rate = optimizer_and_rate(config.optimizer, config.lr, config.task)
     # The rate grows with the batch: linearly (Goyal et al. 2017, arXiv:1706.02677) or with its
     # square root (Krizhevsky 2014, arXiv:1404.5997; usual for adam).
-    times = partition.batch_size / (config.batch_per_rank or usual_batch)
+    times = partition.batch_size / (config.batch_per_rank or task.batch_size)
     growth = {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.scale_lr]
     usual_warmup = 5.0 * (growth > 1 and config.schedule != "one-cycle")  # which has one itself
     warmup = usual_warmup if config.warmup_epochs is None else config.warmup_epochs
-    epochs = config.epochs or (5 if denoise else 20 if model == "digits" else 100)
+    epochs = config.epochs or task.epochs or NETWORK_EPOCHS.get(model, EPOCHS)
     if warmup > epochs:
         raise UsageError(
             f"the warm-up of {warmup:g} epochs is longer than the run of"
@@ -159,7 +162,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         learning_rate=rate * growth,
         warmup_steps=round(warmup * partition.steps),
         warmup_from=1 / growth if growth > 1 else 0.1,
-        patience=(5 if denoise else 0) if config.patience is None else config.patience,
+        patience=task.patience if config.patience is None else config.patience,
         precision="fp32" if no_tf32 else config.precision,
         evaluation_rows=evaluation_rows(facts.device, facts.image_shape),
         class_weights=facts.class_weights,
@@ -182,11 +185,11 @@ def evaluation_rows(device: str, image_shape: tuple[int, int, int]) -> int:
 
 
 def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
-    """Resolve --model auto: the autoencoder to denoise, digits for 28x28x1, else ResNet-50."""
+    """Resolve --model auto: that of the task, or digits for 28x28x1, else ResNet-50."""
     if config.model != "auto":
         return config.model
-    if config.task == "denoise":
-        return "autoencoder"
+    if FACTS[config.task].model:
+        return FACTS[config.task].model
     return "digits" if image_shape == (28, 28, 1) else "resnet50"
 
 

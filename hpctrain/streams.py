@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 Event = torch.cuda.Event  # of a GPU; CpuEvent has the same methods
 Stream = torch.cuda.Stream | None  # None: on the CPU
 Name = TypeVar("Name")
+Key = TypeVar("Key")
 Made = TypeVar("Made")
-Outputs = TypeVar("Outputs", bound=tuple[Tensor, ...])
+Outputs = TypeVar("Outputs", bound=Mapping[str, Tensor])
 IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps or blocks queued before results are read
 
 
@@ -168,14 +169,14 @@ class Snapshot:
 
 
 def copy_to_host(
-    queued: Iterator[tuple[Name, dict[str, Tensor]]],
+    queued: Iterator[tuple[Name, dict[Key, Tensor]]],
     device: torch.device,
-) -> Iterator[tuple[Name, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[Name, dict[Key, np.ndarray]]]:
     """Copy tensors to the host in the order in which they are `queued` on the device.
 
     Each is read after IN_FLIGHT more have been queued, so that the device always has work.
     """
-    waiting: deque[tuple[Name, dict[str, Snapshot]]] = deque()
+    waiting: deque[tuple[Name, dict[Key, Snapshot]]] = deque()
     for name, tensors in queued:
         waiting.append((name, {key: Snapshot(tensor) for key, tensor in tensors.items()}))
         if len(waiting) > IN_FLIGHT[device.type]:
@@ -236,7 +237,7 @@ class GraphRecorder:
         with use_stream(self._stream):
             outputs = work()
         current.wait_stream(self._stream)
-        for tensor in outputs:
+        for tensor in outputs.values():
             tensor.record_stream(current)
         return outputs
 

@@ -1,5 +1,7 @@
 """The rules of the house: importing is light, what pages refer to exists, how tests are made."""
 
+import importlib.machinery
+import importlib.util
 import json
 import re
 import sys
@@ -172,3 +174,16 @@ def test_tests_wait_for_what_must_happen():
     files = {name: path for name, path in files.items() if not name.startswith(helpers)}
     found = [name for name, path in files.items() if slept.search(path.read_text())]
     assert len(found) <= MOST_SLEEPERS, found
+
+
+def test_each_mutant_changes_lines_that_occur_once():
+    """Otherwise scripts/mutants would not change what its table says."""
+    loader = importlib.machinery.SourceFileLoader("mutants", str(ROOT / "scripts" / "mutants"))
+    spec = importlib.util.spec_from_loader("mutants", loader)
+    mutants = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = mutants
+    loader.exec_module(mutants)
+    table = mutants.read_table(mutants.TABLE.read_text())
+    times = {m.name: (ROOT / m.path).read_text().count(m.old) for m in table}
+    assert {name: count for name, count in times.items() if count != 1} == {}
+    assert len(times) > 50

@@ -45,7 +45,7 @@ class PredictConfig(NetworkConfig):
     images: tuple[str, ...] = option(
         "image files or folders; default: a split of --data", (), positional=True, group="Output"
     )
-    output: str = option("CSV file (- = stdout), or folder of denoised images", "predictions.csv")
+    output: str = option("CSV file (- = stdout), or folder of restored images", "predictions.csv")
     figure: int = option("draw N random images with answers, .png beside --output", 0, "[0, 1000]")
     skip_bad: bool = option("leave out unusable images, exit code 0; default: name them, 1", False)
 

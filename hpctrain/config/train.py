@@ -22,6 +22,7 @@ from hpctrain.config.values import (
     Shares,
 )
 from hpctrain.errors import UsageError
+from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defaults
 
 Precision = Literal["default", "fp32", "tf32", "bf16"]
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
@@ -62,15 +63,13 @@ class Config(OnRanks):
     elsewhere: ClassVar[dict[str, str]] = ELSEWHERE
     exclude: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("--normalize pack", "--images", "mean and std are a pack's; use unit or imagenet"),
-        ("--normalize pack/imagenet", "--task denoise", "images stay in [0, 1]"),
         ("--batch-per-rank", "--batch-size", "give one of them"),
         ("--warmup-epochs", "--schedule one-cycle", "the schedule has a warm-up of its own"),
         ("--label-smoothing", "--loss", "smoothing is part of the cross-entropy loss"),
-        ("--label-smoothing", "--task denoise", "its loss knows no classes"),
-        ("--class-weights", "--task denoise", "its loss knows no classes"),
         ("--class-weights balanced", "--balanced-sampling", "both make up for unequal classes"),
         ("--overlap", "--cuda-graphs", "in a graph all gradients come at once"),
         ("--comm-dtype bf16", "--deterministic", "its rounding depends on the number of ranks"),
+        *exclusions(),
     )
 
     data: str = option(
@@ -78,17 +77,21 @@ class Config(OnRanks):
     )
     model: str = option(
         "network: digits, resnet18, resnet34, resnet50, autoencoder, timm:NAME or your own"
-        " package.module:function; auto = digits for 28x28x1, to denoise autoencoder, else"
+        f" package.module:function; auto = digits for 28x28x1, to {other_defaults('model')}, else"
         " resnet50",
         "auto",
     )
     optimizer: Literal["sgdm", "adam", "adamw"] | None = option(
-        "update rule; default: sgdm, to denoise adam"
+        f"update rule; default: {USUAL.optimizer}, to {other_defaults('optimizer')}"
     )
     lr: float | None = option("learning rate; default: sgdm 0.01, else 0.001", check="(0, inf)")
-    epochs: int | None = option("epochs; default: digits 20, denoise 5, else 100", check="[1, inf)")
+    epochs: int | None = option(
+        f"epochs; default: digits 20, {other_defaults('epochs')}, else 100", check="[1, inf)"
+    )
     batch_size: int | None = option(
-        "global batch size; default: 128 (denoise 500), on GPUs per rank or shard", check="[1, inf)"
+        f"global batch size; default: {USUAL.batch_size} ({other_defaults('batch_size')}), on GPUs"
+        " per rank or shard",
+        check="[1, inf)",
     )
     seed: int = option("seed of weights, order, augmentation and dropout", 0)
     deterministic: bool = option("same bits every run, with --shards on any number of ranks", False)
@@ -134,10 +137,10 @@ class Config(OnRanks):
     read_buffer: Bytes = option("buffer per rank; partitions that fit are read once", Bytes("256M"))
     stage: str | None = option("copy this host's part of the pack to this local folder first")
     verify: bool = option("compare each sample's checksum at its first read", True)
-    task: Literal["classify", "denoise"] = option(
-        "learn the class of an image, or to remove noise", "classify", group="Network"
+    task: TaskName = option(
+        ", or ".join(facts.does for facts in FACTS.values()), "classify", group="Network"
     )
-    noise: Literal["salt-pepper", "gaussian"] = option("noise of --task denoise", "salt-pepper")
+    noise: Literal["salt-pepper", "gaussian"] = option("noise to be removed", "salt-pepper")
     noise_level: float = option("share of salt-pepper values, std of gaussian noise", 0.1, "(0, 1]")
     init: str | None = option("start from weights of a run, or a .safetensors, .pth or .pt file")
     freeze: Patterns | None = option(
@@ -177,7 +180,7 @@ class Config(OnRanks):
     label_smoothing: float = option("label smoothing of cross-entropy", 0.0, "[0, 1)")
     loss: str | None = option(
         "your loss, module:function of outputs and targets, one value a sample; default:"
-        " cross-entropy, to denoise mean squared error"
+        f" {USUAL.loss}, to {other_defaults('loss')}"
     )
     class_weights: ClassWeights | None = option("weights in the loss, such as 0.2,1; or balanced")
     batch_per_rank: int | None = option(
@@ -210,7 +213,8 @@ class Config(OnRanks):
     )
     metric: str | None = option("your metric, module:function of outputs and targets")
     patience: int | None = option(
-        "stop after so many validations without a smaller loss; 0 = never; default: 5 to denoise",
+        "stop after so many validations without a smaller loss; 0 = never; default: 0,"
+        f" {other_defaults('patience')}",
         check="[0, inf)",
     )
     final: Literal["last", "best", "ema"] = option(
@@ -246,5 +250,5 @@ class Config(OnRanks):
 
 def optimizer_and_rate(optimizer: str | None, lr: float | None, task: str) -> tuple[str, float]:
     """Return the optimizer and the learning rate; the usual ones where none are given."""
-    name = optimizer or ("adam" if task == "denoise" else "sgdm")
+    name = optimizer or FACTS[task].optimizer
     return name, DEFAULT_LEARNING_RATES[name] if lr is None else lr

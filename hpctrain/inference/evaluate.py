@@ -8,19 +8,17 @@ The sums of all blocks are gathered and added exactly, by math.fsum: the order h
 
 from __future__ import annotations
 
-import heapq
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.config.functions import source_files
@@ -30,7 +28,7 @@ from hpctrain.data.scale import Scale
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
-from hpctrain.inference.network import Answer, Inference, find_model, require_split
+from hpctrain.inference.network import Inference, find_model, require_split
 from hpctrain.memory import keep_memory
 from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
@@ -40,14 +38,20 @@ from hpctrain.parallel.hosts import share_cores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
 from hpctrain.report.record import without_nonfinite
+from hpctrain.tasks.confusion import Confusion
+from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import import_own
-from hpctrain.tasks.task import ANSWERS, TAKEN
+from hpctrain.tasks.mistakes import Answer, Mistakes
+from hpctrain.tasks.tally import OwnFigures, Tally
+from hpctrain.tasks.task import Captioned, Task
 from hpctrain.text import brief, say
 from hpctrain.torch_errors import explain_errors
-from hpctrain.watchdog import started, waiting
+from hpctrain.watchdog import started
 
 if TYPE_CHECKING:
     from hpctrain.inference.trained import Images, TrainedNetwork
+
+AnyTally = TypeVar("AnyTally", bound=Tally)
 
 
 @dataclass(frozen=True)
@@ -55,25 +59,49 @@ class Evaluation:
     """The results over one split."""
 
     rows: int
-    loss: float
-    accuracy: float | None  # None: the network restores images
-    balanced_accuracy: float | None  # the mean recall of the classes that have samples in the split
-    means: dict[str, float]  # over samples, of the task's figures
-    metrics: dict[str, float]  # figures of --metric
-    counts: results.Confusion | None  # by true and predicted class
-    mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
+    means: dict[str, float | None]  # the task's figures; None: not for this task
+    metrics: dict[str, float | None]  # figures of --metric
+    tallies: list[Tally]  # from which they follow
     classes: tuple[str, ...]  # names of the K classes
+
+    @property
+    def loss(self) -> float:
+        """The mean loss."""
+        loss = self.means["loss"]
+        assert loss is not None
+        return loss
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of correct answers; None without classes."""
+        return self.means.get("accuracy")
+
+    @property
+    def balanced_accuracy(self) -> float | None:
+        """The mean recall of the classes that have samples in the split; None without classes."""
+        return self.means.get("balanced_accuracy")
 
     @property
     def confusion(self) -> np.ndarray | None:
         """The matrix (K, K) int64: class i predicted as class j; None for over 2,048 classes."""
-        return None if self.counts is None else self.counts.matrix
+        tally = self._tally(Confusion)
+        return tally.matrix if tally else None
 
-    def figures(self, balanced: bool = True) -> dict[str, Any]:
-        """Return the figures as they are recorded and written; `balanced`: that accuracy, too."""
-        own = {"metrics": self.metrics} if self.metrics else {}
-        figures = {"rows": self.rows, **self.means, "accuracy": self.accuracy, **own}
-        return figures | ({"balanced_accuracy": self.balanced_accuracy} if balanced else {})
+    @property
+    def mistakes(self) -> list[Answer]:
+        """The wrong answers of the largest probability, largest first, if they were asked for."""
+        tally = self._tally(Mistakes)
+        return tally.answers if tally else []
+
+    def figures(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """Return the figures as they are recorded and written, but those `without`."""
+        figures: dict[str, Any] = {"rows": self.rows, **self.means}
+        if self.metrics:
+            figures["metrics"] = self.metrics
+        return {name: value for name, value in figures.items() if name not in without}
+
+    def _tally(self, kind: type[AnyTally]) -> AnyTally | None:
+        return next((tally for tally in self.tallies if isinstance(tally, kind)), None)
 
 
 def evaluate(
@@ -81,59 +109,51 @@ def evaluate(
     split: Split,
     comm: Comm,
     go_on: Callable[[], bool] = lambda: True,
-    kept: int = 0,
+    mistakes: int = 0,
 ) -> Evaluation | None:
     """Evaluate a network in its task over all samples of a split. Collective.
 
-    The result includes the `kept` most confident mistakes, of equal ones the first rows. `go_on` is
-    called before each block; if it returns False on any rank, that rank's other blocks are skipped,
-    and all ranks return None. Raises RunError on all ranks for samples that are corrupt or not
-    finite, and UsageError if the metric did not name the same figures for all blocks.
+    The result includes the `mistakes` most confident wrong answers, of equal ones the first rows.
+    `go_on` is called before each block; if it returns False on any rank, that rank's other blocks
+    are skipped, and all ranks return None. Raises RunError on all ranks for samples that are
+    corrupt or not finite, and UsageError if the metric did not name the same figures for all
+    blocks.
     """
-    task, blocks = inference.task, inference.blocks(len(split))
+    task = inference.task
+    blocks = inference.blocks(len(split))
     numbers = range(blocks * comm.rank // comm.size, blocks * (comm.rank + 1) // comm.size)
-    counts, sums, bad, mistakes = results.Confusion(task.classes), [], Bad(), list[Answer]()
-    most_confident = partial(heapq.nsmallest, kept, key=lambda each: (-each.probability, each.row))
+    tallies = task.tallies(mistakes)
+    bad = Bad()
+    done = 0
+
+    def measure(inputs: Tensor, targets: Tensor) -> dict[tuple[int, str], Tensor]:
+        outputs = network_output(inference.model, inputs, task.precision)
+        return {
+            (number, name): value
+            for number, tally in enumerate(tallies)
+            for name, value in tally.measure(outputs, inputs, targets).items()
+        }
+
     with on_all(comm):
-        compute = partial(task.evaluate, inference.model)
-        for block, found in inference.outputs(split, numbers, compute, go_on):
+        for block, measured in inference.outputs(split, numbers, measure, go_on):
             bad |= block.bad
-            if task.classes and block.labels is not None:
-                answers, sure = found.pop(ANSWERS)
-                answers = answers.astype(np.int64)
-                counts.add(block.labels, answers)
-                mistakes += block.answers(answers, sure, answers != block.labels)
-                mistakes = most_confident(mistakes)
-            sums.append({name: pair.tolist() for name, pair in found.items()})
-    parts = allgather(comm, (sums, bad, mistakes))
-    if text := describe_first(part[1] for part in parts):
+            done += 1
+            for number, tally in enumerate(tallies):
+                mine = {name: value for (of, name), value in measured.items() if of == number}
+                tally.add(block, mine)
+    parts = allgather(comm, (bad, done))
+    if text := describe_first(unusable for unusable, _ in parts):
         raise agreed(RunError(text))
-    of_blocks = [each for part in parts for each in part[0]]
-    if len(of_blocks) < blocks:
+    if sum(count for _, count in parts) < blocks:
         return None
-    if (own := task.metric) and len({frozenset(each) for each in of_blocks}) > 1:
-        text = "did not give the same figures for each part of the split"
-        raise agreed(UsageError(f"{own.setting} {text}"))
-    if task.classes:
-        with waiting():
-            comm.Allreduce(mpi.MPI.IN_PLACE, counts.counts)
-    figures = {}
-    for name in of_blocks[0]:
-        total, weight = map(math.fsum, zip(*(each[name] for each in of_blocks), strict=True))
-        figures[name] = total / weight if weight else math.nan
-    true, _, right = counts.by_class()
-    recalls = right[true > 0] / true[true > 0]
-    return Evaluation(
-        rows=len(split),
-        loss=figures["loss"],
-        accuracy=float(right.sum()) / len(split) if task.classes else None,
-        balanced_accuracy=float(recalls.mean()) if task.classes else None,
-        means={name: value for name, value in figures.items() if name in TAKEN},
-        metrics={name: value for name, value in figures.items() if name not in TAKEN},
-        counts=counts if task.classes else None,
-        mistakes=most_confident([each for part in parts for each in part[2]]),
-        classes=split.pack.classes,
-    )
+    for tally in tallies:
+        tally.merge(comm)
+    means: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
+    for tally in tallies:
+        figures = metrics if isinstance(tally, OwnFigures) else means
+        figures.update(tally.figures())
+    return Evaluation(len(split), means, metrics, tallies, split.pack.classes)
 
 
 # The subcommand
@@ -242,8 +262,10 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
     """
     with open_network(settings, comm) as network:
         inference, path = network.inference, network.path
-        if settings.mistakes and not inference.task.classes:
-            text = "--mistakes shows wrong classes, and this network restores images"
+        if settings.mistakes and not inference.task.has_mistakes:
+            text = (
+                f"--mistakes shows wrong classes, and this network {inference.task.facts.answers}"
+            )
             raise agreed(UsageError(text))
         own = {n: getattr(settings, n) or network.metadata[n] for n in ("loss", "metric")}
         with open_split(network, settings, comm) as split:
@@ -253,48 +275,57 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) 
                 of_user: Any = {name: import_own(own[name], f"--{name}") for name in own}
             if code := source_files(own):
                 mpi.check_equal_on_all(comm, code)
-            inference = inference._replace(task=replace(inference.task, **of_user))
-            result = evaluate(inference, split, comm, kept=settings.mistakes)
+            task = replace(inference.task, **of_user)
+            inference = inference._replace(task=task)
+            result = evaluate(inference, split, comm, mistakes=settings.mistakes)
             assert result is not None  # no block was skipped
 
             def write() -> None:
                 if printed:
-                    loss = "loss" if own["loss"] else "mean squared error"
-                    of_split = result.counts, result.classes, settings.split, loss
-                    results.print_evaluation(result.figures(), *of_split)
-                if result.mistakes:
+                    print_evaluation(result, task, settings.split)
+                if settings.mistakes:
                     picture = picture_path(settings.output, path.with_name("mistakes.png"))
-                    lines = draw_answers(picture, split, result.mistakes, result.classes)
-                    total = result.rows - round(result.rows * (result.accuracy or 0))
-                    last = f"{picture}: the {len(lines):,} most confident of {total:,} mistakes"
-                    say("\n".join([*lines, last]))
-                elif settings.mistakes:
-                    say(f"{settings.split}: no mistakes to draw")
+                    draw_mistakes(picture, result, task, split)
                 if settings.output:
-                    what = result, split.pack, path, settings.split
-                    write_evaluation(Path(settings.output), *what)
+                    output = Path(settings.output)
+                    write_evaluation(output, result, split.pack, path, settings.split)
 
             on_root(comm, write)
     return result
 
 
-def draw_answers(
-    path: Path, source: Split | Images, answers: Sequence[Answer], classes: Sequence[str]
-) -> list[str]:
-    """Write a picture of images of `source`, as they are stored, each above its answer.
+def print_evaluation(result: Evaluation, task: Task, split: str) -> None:
+    """Print the tables and the figures of a split."""
+    tables = (table for tally in result.tallies for table in tally.tables())
+    own = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
+    text = f"{split}: {result.rows:,} images, {task.describe(result.means)}{own}"
+    results.print_evaluation(tables, text)
 
-    Captions are the image's name, the true class if it is known, and the predicted class and its
-    probability; these two are red if the answer is wrong. Returns them, one line for each image.
+
+def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split) -> None:
+    """Write a picture of the most confident mistakes, and print a line for each of them."""
+    captions, total = task.mistakes(result.tallies)
+    if not captions:
+        say(f"{split.name}: no mistakes to draw")
+        return
+    lines = draw_answers(path, split, captions)
+    last = f"{path}: the {len(lines):,} most confident of {total:,} mistakes"
+    say("\n".join([*lines, last]))
+
+
+def draw_answers(path: Path, source: Split | Images, captioned: Sequence[Captioned]) -> list[str]:
+    """Write a picture of images of `source`, as they are stored, each above its caption.
+
+    A caption is the image's name and the lines of its answer, of which the last two are red if it
+    is wrong. Returns the captions, one line for each image.
     """
-    rows = np.array([each.row for each in answers])
-    images, captions, wrong = np.empty((len(rows), *source.image_shape), source.dtype), [], []
+    rows = np.array([image.row for image in captioned])
+    images = np.empty((len(rows), *source.image_shape), source.dtype)
     source.gather(rows, images, bad=Bad())
-    for number, (row, label, prediction, probability) in enumerate(answers):
-        true = () if label is None else (f"true: {classes[label]}",)
-        answer = f"answer: {classes[prediction]}", f"{100 * probability:.1f} %"
-        captions.append((source.source_of(row) or f"row {row}", *true, *answer))
-        wrong += [number] * (label not in (None, prediction))
-    short = [(PurePath(name).name, *answer) for name, *answer in captions]
+    names = [source.source_of(row) or f"row {row}" for row in rows.tolist()]
+    captions = [(name, *image.lines) for name, image in zip(names, captioned, strict=True)]
+    short = [(PurePath(name).name, *lines) for name, *lines in captions]
+    wrong = [number for number, image in enumerate(captioned) if image.is_wrong]
     results.write_image(path, results.draw_captioned(images, short, wrong))
     return [", ".join(caption) for caption in captions]
 
@@ -310,14 +341,16 @@ def picture_path(output: str | None, default: Path) -> Path:
 
 def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, split: str) -> None:
     """Write the results as JSON, for --output and for a run's folder. Raises RunError."""
-    figures = {
+    table: dict[str, Any] = {
         "model": str(model),
         "pack": pack.path,
         "pack_uuid": pack.uuid,
         "split": split,
         **result.figures(),
         "classes": list(result.classes),
-        **(result.counts.as_json() if result.counts else {"confusion": None}),
+        "confusion": None,
     }
+    for tally in result.tallies:
+        table |= tally.as_json()
     with writing(path):
-        write_whole(path, json.dumps(without_nonfinite(figures), indent=1) + "\n")
+        write_whole(path, json.dumps(without_nonfinite(table), indent=1) + "\n")

@@ -93,9 +93,8 @@ def main(settings: ExportConfig) -> int:
                 preprocess = Preprocess(scaling, network.scale.divisor, inputs.dtype)
                 model = nn.Sequential(preprocess, model)
                 inputs = images
-            name = "scores" if network.inference.task.classes else "restored"
             facts = {key: metadata[key] for key in KEPT}
-            facts |= {"preprocess": settings.preprocess, "output": name}
+            facts |= {"preprocess": settings.preprocess, "output": network.inference.task.output}
             model.eval().requires_grad_(False)
             write_file(file, output.suffix, model, inputs[: fixed or 2], bool(fixed), facts)
             size = file.seek(0, os.SEEK_END)
@@ -112,7 +111,7 @@ def main(settings: ExportConfig) -> int:
         logging.disable(logging.NOTSET)
     given = describe(inputs, fixed)
     result = describe(expected, fixed)
-    say(f"{output}: {size / 1e6:,.1f} MB, {INPUT} {given} -> {name} {result}")
+    say(f"{output}: {size / 1e6:,.1f} MB, {INPUT} {given} -> {facts['output']} {result}")
     count = len(images)
     say(f"  differs from torch by at most {difference:.2g} on {count} images of random values")
     return 0

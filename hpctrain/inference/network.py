@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,12 +30,16 @@ from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng, seed_torch
 from hpctrain.report import find
 from hpctrain.streams import Event, Upload, copy_to_device, copy_to_host
+from hpctrain.tasks.forward import network_output
+from hpctrain.tasks.tally import Block
 from hpctrain.tasks.task import Task
 from hpctrain.text import say
 from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
     from hpctrain.inference.trained import Images
+
+Key = TypeVar("Key")  # of what is computed of a block
 
 
 def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
@@ -68,32 +72,6 @@ def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
     raise UsageError(f"there is no run {target!r} in {runs_dir}, and no such file{near}")
 
 
-class Answer(NamedTuple):
-    """The network's answer to one image."""
-
-    row: int  # of the split, or of the list of files
-    label: int | None  # true class, if known
-    prediction: int  # class with the largest probability
-    probability: float
-
-
-class Block(NamedTuple):
-    """Samples that pass through the network at once."""
-
-    number: int
-    rows: np.ndarray  # (n,)
-    labels: np.ndarray | None  # (n,); None: not known
-    bad: Bad  # rows that cannot be used, and why
-
-    def answers(
-        self, predictions: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
-    ) -> Iterator[Answer]:
-        """Return the answers to the `chosen` images, of the predictions for all, (n,) each."""
-        labels = np.full(len(self.rows), None) if self.labels is None else self.labels
-        columns = self.rows, labels, predictions, probabilities
-        return map(Answer, *(column[chosen].tolist() for column in columns))
-
-
 class Inference(NamedTuple):
     """A network on its device, ready to compute blocks of images."""
 
@@ -111,12 +89,13 @@ class Inference(NamedTuple):
     ) -> Generator[tuple[Block, np.ndarray], None, None]:
         """Yield blocks with their usable rows only, and what the network answers to these.
 
-        These are the probabilities (n, K), or the restored images (n, H, W, C), of float32. Rows
-        of which an answer is not finite are unusable, too.
+        These are the task's answers, such as probabilities (n, K), of float32. Rows of which an
+        answer is not finite are unusable, too.
         """
 
         def compute(inputs: Tensor, *targets: Tensor) -> dict[str, Tensor]:
-            return {"answers": self.task.answer(self.model, inputs)}
+            outputs = network_output(self.model, inputs, self.task.precision)
+            return {"answers": self.task.answers(outputs)}
 
         for block, found in self.outputs(source, numbers, compute):
             answers = found["answers"]
@@ -133,9 +112,9 @@ class Inference(NamedTuple):
         self,
         source: Split | Images,
         numbers: Iterable[int],
-        compute: Callable[..., dict[str, Tensor]],
+        compute: Callable[..., dict[Key, Tensor]],
         go_on: Callable[[], bool] = lambda: True,
-    ) -> Generator[tuple[Block, dict[str, np.ndarray]], None, None]:
+    ) -> Generator[tuple[Block, dict[Key, np.ndarray]], None, None]:
         """Yield the blocks of these `numbers`, each with its results on the host, by name.
 
         `compute` is called with the input of a block and, if there are labels, the task's target,
@@ -162,7 +141,7 @@ class Inference(NamedTuple):
             tensors = upload.make(len(rows), work)
             return Block(number, rows, labels, bad), tensors, upload.record_event()
 
-        def computed(loaded: Prefetcher) -> Iterator[tuple[Block, dict[str, Tensor]]]:
+        def computed(loaded: Prefetcher) -> Iterator[tuple[Block, dict[Key, Tensor]]]:
             for block, tensors, made in loaded:
                 doing(f"block {block.number} of {source.name}")
                 if not go_on():

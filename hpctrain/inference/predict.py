@@ -12,7 +12,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import writing
 from hpctrain.inference.evaluate import draw_answers, open_network, open_split, picture_path
-from hpctrain.inference.network import Answer
 from hpctrain.inference.trained import (
     Images,
     TrainedNetwork,
@@ -33,7 +32,9 @@ from hpctrain.inference.trained import (
     say_range,
 )
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
-from hpctrain.report.results import open_predictions, write_image
+from hpctrain.report.results import open_table, write_image
+from hpctrain.tasks.tally import Block
+from hpctrain.tasks.task import Captioned, Task
 from hpctrain.text import MOST_NAMED, listed, printable, say
 from hpctrain.watchdog import started, waiting
 
@@ -42,32 +43,34 @@ def main(settings: PredictConfig, comm: Comm) -> int:
     """``hpctrain predict``: classify, or restore, every image. Collective."""
     started("reading the network")
     with open_network(settings, comm) as network:
-        restores = not network.inference.task.classes
-        if restores and (settings.figure or not settings.images):
-            text = "this network restores images: name image files, and leave out --figure"
+        task = network.inference.task
+        if task.gives_images and (settings.figure or not settings.images):
+            text = f"this network {task.facts.answers}: name image files, and leave out --figure"
             raise agreed(UsageError(text))
         if settings.images:
             warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
             files = on_root(comm, list_images, settings.images)
             images = Images(network, files, network.decoders)
-            (restore if restores else classify)(network, images, settings, comm)
+            write_answers = write_images if task.gives_images else write_table
+            write_answers(network, images, settings, comm)
         else:
             with open_split(network, settings, comm) as split:
-                classify(network, split, settings, comm)
+                write_table(network, split, settings, comm)
     return 0
 
 
-def classify(
+def write_table(
     network: TrainedNetwork, source: Split | Images, settings: PredictConfig, comm: Comm
 ) -> None:
     """Write the answers to all images as CSV, and draw --figure of them at random. Collective."""
     inference = network.inference
+    task = inference.task
     output = settings.output
     total = len(source)
     blocks = inference.blocks(total)
     drawn = random.Random(0).sample(range(total), min(settings.figure, total))
     bad = Bad()
-    answers = list[Answer]()
+    captions = list[Captioned]()
     columns: dict[str, Callable[[int], str]] = {"file": source.source_of}
     if isinstance(source, Split):
         columns = {"row": str}
@@ -75,25 +78,25 @@ def classify(
             columns["source"] = source.source_of
     header = [*columns]
     if isinstance(source, Split):
-        header.append("class")
+        header.append(task.target_column)
+    header += task.columns()
     mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
     with ExitStack() as table, closing(inference.answers(source, mine)) as predicted:
         with on_all(comm):
             if comm.rank == 0:
-                write = table.enter_context(open_predictions(output, network.classes, header))
+                write = table.enter_context(open_table(output, header))
         for _ in range(0, blocks, comm.size):
             with on_all(comm):
                 part = next(predicted, None)
             with waiting("rank 0"):
                 gathered = comm.gather(part)
             with on_all(comm):
-                for block, probabilities in filter(None, gathered or ()):
-                    names = [tuple(t(row) for t in columns.values()) for row in block.rows.tolist()]
-                    write(names, block.labels, probabilities)
-                    is_drawn = np.isin(block.rows, drawn)
-                    answers += block.answers(
-                        probabilities.argmax(1), probabilities.max(1), is_drawn
-                    )
+                for block, answers in filter(None, gathered or ()):
+                    names = [
+                        [text(row) for text in columns.values()] for row in block.rows.tolist()
+                    ]
+                    write(table_rows(task, block, names, answers))
+                    captions += task.captions(block, answers, np.isin(block.rows, drawn))
                     bad |= block.bad
         if isinstance(source, Images):
             say_losses(source, network.scale, comm)
@@ -101,14 +104,23 @@ def classify(
             table.close()
             if comm.rank == 0 and output != "-":
                 say(f"{output}: {total - len(bad):,} images classified")
-            if answers:
+            if captions:
                 picture = picture_path(output, Path("predictions.png"))
-                draw_answers(picture, source, answers, network.classes)
-                text = f"{picture}: {len(answers):,} images with their answers"
+                draw_answers(picture, source, captions)
+                text = f"{picture}: {len(captions):,} images with their answers"
                 say(text, sys.stderr if output == "-" else None)
     where = "what is printed" if output == "-" else output
     rest = f"; {where} holds the answers to the others"
     on_root(comm, conclude, settings, bad, total, rest)
+
+
+def table_rows(
+    task: Task, block: Block, names: list[list[str]], answers: np.ndarray
+) -> Iterator[list[str]]:
+    """Yield a row for each image of a block: its name, its target if it is known, its answer."""
+    for number, (name, answer) in enumerate(zip(names, answers, strict=True)):
+        target = [] if block.labels is None else [task.target_text(block.labels[number])]
+        yield [*name, *target, *task.cells(answer)]
 
 
 def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
@@ -122,7 +134,9 @@ def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
         say(f"of {len(images):,} images: {counts}", sys.stderr)
 
 
-def restore(network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm) -> None:
+def write_images(
+    network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm
+) -> None:
     """Restore every image with the network, and write PNG files to --output. Collective.
 
     They have the names of the images, all behind their numbers if two are the same, and values as

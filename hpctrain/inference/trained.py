@@ -138,7 +138,7 @@ class TrainedNetwork:
         self.metadata: dict[str, Any] = metadata
         self.decoders: int | None = None  # threads that decode files; None: as `Split` does
         like = input_like(model)
-        task = make_task(metadata, len(classes), like)
+        task = make_task(metadata, classes, like)
         pipeline = Pipeline(device, like.dtype, channels_last, scaling, stage=task.stage)
         self.inference = Inference(model, task, pipeline, metadata["evaluation_rows"])
 
@@ -188,8 +188,10 @@ class TrainedNetwork:
         time, by default as many as in the run's own test. Raises RunError for images that cannot be
         used; with `skip_bad` they are left out, and listed in the result. Raises UsageError.
         """
-        if not self.inference.task.classes:
-            raise UsageError("this network restores images: call model(preprocess(images))")
+        task = self.inference.task
+        if task.gives_images:
+            text = f"this network {task.facts.answers}: call model(preprocess(images))"
+            raise UsageError(text)
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size {batch_size}: give 1 or more")
         opened = open_images(self, images)

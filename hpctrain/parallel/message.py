@@ -8,7 +8,7 @@
   accumulating them in place would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: one number each (`Totals`), summed over ranks, or computed from the sum afterwards, as
-  `skipped` is.
+  `skipped` is. A task has sums of its own among them, such as the number of correct answers.
 * seconds: two numbers per rank, of computation and of waiting for data. Only that rank sets them,
   so the sum leaves them unchanged.
 
@@ -106,13 +106,13 @@ class Totals(NamedTuple):
 
     loss: float  # sum over samples, with --class-weights weighted
     weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
-    correct: int
     rows: int
     irregular: int  # batch-norm layers that did not run exactly once
     stop: int  # number of ranks that requested it, as are the next two
     preempted: int
     save: int
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
+    named: dict[str, float]  # the task's own sums, such as "correct"
     compute: np.ndarray  # seconds by rank
     data: np.ndarray  # seconds waiting for data, by rank
     own: float  # sum of the losses of this rank
@@ -122,18 +122,9 @@ class Totals(NamedTuple):
         """The mean of the samples' losses, weighted by class with --class-weights."""
         return self.loss / (self.weight or self.rows)
 
-    @classmethod
-    def read(cls, reported: Snapshot) -> Totals:
-        """Return the totals that `Message.report` copies to the host, after waiting for them."""
-        numbers = reported.array()
-        scalars: dict[str, Any] = dict(zip(SCALARS, numbers.tolist(), strict=False))
-        for name in SCALARS[2:]:
-            scalars[name] = round(scalars[name]) if math.isfinite(scalars[name]) else 0
-        compute, data = numbers[len(SCALARS) : -1].reshape(-1, 2).T
-        return cls(**scalars, compute=compute, data=data, own=float(numbers[-1]))
 
-
-SCALARS = Totals._fields[:-3]  # two sums, then counts
+FLOATS = ("loss", "weight")
+COUNTS = ("rows", "irregular", "stop", "preempted", "save", "skipped")
 
 
 class Message:
@@ -146,8 +137,11 @@ class Message:
         rank: int,
         size: int,
         groups: Mapping[str, Group] | None = None,
+        sums: Mapping[str, type] | None = None,
     ) -> None:
         """Lay out a model with `channels` batch-norm channels for `rank` of `size`.
+
+        `sums` are further sums over samples that are sent, by name: counts (int), or of floats.
 
         The model's parameters become views of `weights`, whose gradient is `gradients`: an
         optimizer updates it in one operation. With several `groups` (see `Layout`), `self.groups`
@@ -157,13 +151,15 @@ class Message:
         named = dict(model.named_parameters())
         self.parameters = [named[segment.name] for segment in layout.segments]
         self.device = self.parameters[0].device
-        parts = [layout.length, 2 * channels, len(SCALARS), 2 * size]
+        self._sums = sums or {}
+        self._names = (*FLOATS, *self._sums, *COUNTS)
+        parts = [layout.length, 2 * channels, len(self._names), 2 * size]
         self.buffer = zeros_for_messages(sum(parts) + 1, layout.dtype, self.device)
         self.tensor = self.buffer[:-1]
         self.gradients, moments, self.scalars, seconds = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
         self._reported = self.buffer[sum(parts[:2]) :]
-        self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
+        self.scalar = dict(zip(self._names, self.scalars.unbind(), strict=True))
         self.skipped = self.scalar["skipped"]
         self._seconds = list(seconds.view(size, 2)[rank].unbind())
         # the loss in the scalars, and that of this rank: one operation adds to both
@@ -220,16 +216,17 @@ class Message:
             for parameter in parameters:
                 parameter.grad = None
 
-    def add_counts(
+    def add_sums(
         self,
-        loss: torch.Tensor,
-        correct: torch.Tensor | int,
         rows: int,
         irregular: torch.Tensor | int = 0,
+        *,
+        loss: torch.Tensor,
+        **named: torch.Tensor | float,
     ) -> None:
-        """Add a shard's loss sum, correct answers, samples and irregular layers, on the device."""
+        """Add a shard's samples, irregular layers, loss sum and named sums, on the device."""
         self._losses.add_(loss.detach() if loss.requires_grad else loss)
-        for name, number in (("correct", correct), ("rows", rows), ("irregular", irregular)):
+        for name, number in {**named, "rows": rows, "irregular": irregular}.items():
             self.scalar[name].add_(number)
 
     def request(self, *names: str) -> None:
@@ -270,6 +267,21 @@ class Message:
         """Copy the reduced message after the moments to the host asynchronously; see `Totals`."""
         return Snapshot(self._reported, timing=True)
 
+    def read(self, reported: Snapshot) -> Totals:
+        """Return the totals that `report` copies to the host, after waiting for them.
+
+        Counts that are not finite are 0.
+        """
+        numbers = reported.array()
+        count = len(self._names)
+        scalars: dict[str, Any] = dict(zip(self._names, numbers[:count].tolist(), strict=True))
+        counts = (*COUNTS, *(name for name, kind in self._sums.items() if kind is int))
+        for name in counts:
+            scalars[name] = round(scalars[name]) if math.isfinite(scalars[name]) else 0
+        named = {name: scalars.pop(name) for name in self._sums}
+        compute, data = numbers[count:-1].reshape(-1, 2).T
+        return Totals(**scalars, named=named, compute=compute, data=data, own=float(numbers[-1]))
+
     def totals(self) -> Totals:
         """Read the reduced message after the moments (synchronizes with the device)."""
-        return Totals.read(self.report())
+        return self.read(self.report())

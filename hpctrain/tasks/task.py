@@ -1,174 +1,259 @@
-"""The task of a network: its loss and figures, with the functions of the user's own.
+"""The contract of a task: what a network learns, how it is measured, and what it answers.
+
+A task is one file of this package, with a class of its name: `Classify` in ``classify.py``. Its
+defaults and the names of its figures are in ``facts.py``. Nothing else knows it.
 
 Losses and figures are sums over samples, so that the parts of a batch or a split add up. A figure
-is the quotient of two sums: of values, and of their weights, 1 unless the figure is weighted.
+is the quotient of two sums, or follows from a tally of its own (``tally.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.config.functions import Imported
-from hpctrain.data.partition import random_key
+from hpctrain.data.pack import Pack
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng
+from hpctrain.tasks.facts import FACTS, TaskFacts
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric
+from hpctrain.tasks.tally import Block, Means, OwnFigures, Tally, two_sums
 
-ANSWERS = ""  # in the results of `evaluate`; no figure has this name
-TAKEN = ("loss", "unweighted_loss", "noisy", "accuracy", "balanced_accuracy", "rows")  # figures
-# By figure: the sums of its values and weights, (2,); under ANSWERS: the predicted classes and
-# their probabilities, (2, n). All are float64.
-Sums = dict[str, Tensor]
+# What a step adds up of a shard, () each on the device: "loss", the sum of the samples' losses, and
+# the task's own sums
+ShardSums = dict[str, Tensor]
+
+
+class Captioned(NamedTuple):
+    """An image of a picture of answers."""
+
+    row: int  # of the split, or of the list of files
+    lines: tuple[str, ...]  # of the caption, below the image's name
+    is_wrong: bool  # the last two lines are red
 
 
 @dataclass(frozen=True)
-class Task:
-    """Classify images by cross-entropy, or restore noisy ones by mean squared error."""
+class Task(ABC):
+    """What a network learns from samples: the base class of all tasks.
+
+    Outputs are those of the network for inputs (n, C, H, W), and targets what `stage` returns.
+    """
 
     precision: str = "fp32"
-    classes: int = 0  # of the confusion matrix; 0: images are restored
-    label_smoothing: float = 0.0
-    weights: Tensor | None = None  # (classes,) of the classes in the loss; None = all alike
-    noise: str = "salt-pepper"
-    level: float = 0.1
-    loss: Imported | None = None  # the user's own
-    metric: Imported | None = None  # the user's own
+    loss: Imported | None = None  # the user's own, in place of `losses`
+    metric: Imported | None = None  # the user's own, beside the task's figures
+    unrecorded: tuple[str, ...] = ()  # figures that the records of validations leave out
 
-    def stage(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a batch with this `key`, as the last stage of a pipeline.
+    #: Sums of a step that are sent in the message beside the loss, and their types; int: counts.
+    sums: ClassVar[Mapping[str, type]] = {}
+    #: Name of an exported network's output.
+    output: ClassVar[str]
+    #: Column of the target in a table of answers.
+    target_column: ClassVar[str] = "target"
+    #: Whether answers are images, and not rows of a table.
+    gives_images: ClassVar[bool] = False
+    #: Whether `tallies` finds the worst answers.
+    has_mistakes: ClassVar[bool] = False
 
-        They are images (n, C, H, W) in the network's scale and labels (n,), or these images with
-        noise and without.
+    @property
+    def facts(self) -> TaskFacts:
+        """Its entry in the table of all tasks."""
+        return FACTS[type(self).__name__.lower()]
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether samples have `weights` in the loss."""
+        return False
+
+    @property
+    def ranked_by(self) -> str:
+        """The figure by which runs are ranked."""
+        return next(iter(self.facts.figures))
+
+    @property
+    def tracked(self) -> tuple[str, ...]:
+        """The figures of evaluations that are saved with a network."""
+        return tuple(self.facts.figures)
+
+    # Making it
+
+    @classmethod
+    @abstractmethod
+    def from_settings(
+        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **own: Any
+    ) -> Self:
+        """Make it as a configuration or a file's metadata describe it; `own` are fields of `Task`.
+
+        It computes on the device and in the dtype of `like`, a parameter of the network.
         """
-        if self.classes:
-            return images, labels
-        return add_noise(images, self.noise, self.level, random_key(key, "noise")), images
 
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of losses and of correct predictions of a batch, both on the device."""
-        outputs = network_output(model, inputs, self.precision)  # (n, classes) or (n, C, H, W)
-        loss = self._loss(outputs, targets, self.weights, self.label_smoothing)
-        if self.classes:
-            return loss, (outputs.detach().argmax(1) == targets).sum()
-        return loss, inputs.new_zeros((), dtype=torch.int64)
+    @classmethod  # noqa: B027 (most tasks learn from any pack)
+    def check_data(cls, pack: Pack) -> None:
+        """Raise UsageError if it cannot be learned from a pack."""
 
-    def evaluate(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Sums:
-        """Return the sums of a batch for each figure, and a classifier's answers."""
+    @staticmethod
+    @abstractmethod
+    def output_shape(image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
+        """Return the shape of the network's output for one image (H, W, C)."""
+
+    # Learning
+
+    def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Return input and target of the network from those of the pipeline.
+
+        Random numbers must depend on `key` alone.
+        """
+        return inputs, targets
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each sample, (n,)."""
+
+    def weights(self, targets: Tensor) -> Tensor | None:
+        """Return the weight of each sample in the loss, (n,); None, of all: 1 (`is_weighted`)."""
+        return None
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the samples' losses times their weights, which a step minimizes."""
+        own = self.own_losses(outputs, targets)
+        losses = self.losses(outputs, targets) if own is None else own
+        weights = self.weights(targets)
+        return losses.sum() if weights is None else (losses * weights).sum()
+
+    def own_losses(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Return the losses (n,) of the user's own function; None if there is none."""
+        return compute_losses(self.loss, outputs, targets) if self.loss else None
+
+    def named_sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the sums over a shard of which `sums` has the names, () each."""
+        return {}
+
+    def step_figures(self, sums: Mapping[str, float], rows: float) -> dict[str, float | None]:
+        """Return the figures of a step or an epoch from its named sums over `rows` samples."""
+        return {}
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> ShardSums:
+        """Return the sums of a shard in training."""
         outputs = network_output(model, inputs, self.precision)
-        sums = {"loss": _sums(self._loss(outputs, targets), len(targets))}
-        if self.weights is not None:
-            weighted = self._loss(outputs, targets, self.weights)
-            sums["unweighted_loss"] = sums["loss"]
-            sums["loss"] = _sums(weighted, self.weights[targets].sum())
-        if not self.classes:
-            sums["noisy"] = _sums(self._loss(inputs, targets), len(targets))
+        loss = self.loss_sum(outputs, targets)
+        return {"loss": loss, **self.named_sums(outputs, targets)}
+
+    # Evaluating
+
+    def figure_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the two sums of a block for each figure that is a mean, (2,) float64.
+
+        "loss" is one of them: it chooses the best network.
+        """
+        weights = self.weights(targets)
+        total = len(targets) if weights is None else weights.sum()
+        return {"loss": two_sums(self.loss_sum(outputs, targets), total)}
+
+    def tallies(self, mistakes: int = 0) -> list[Tally]:
+        """Return new tallies for an evaluation, with the `mistakes` worst answers."""
+        tallies: list[Tally] = [Means(self.figure_sums)]
         if self.metric:
-            found = compute_metric(self.metric, outputs, targets)
-            sums |= {name: figure.sum(1) for name, figure in found.items()}
-        if self.classes:
-            answers = outputs.argmax(1)
-            probabilities = outputs.softmax(1).gather(1, answers[:, None]).squeeze(1)
-            sums[ANSWERS] = torch.stack([answers.double(), probabilities.double()])
-        return sums
+            tallies.append(OwnFigures(self._own_figure_sums, self.metric.setting))
+        return tallies
 
-    def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Return the probabilities (n, classes), or the restored images (n, H, W, C)."""
-        outputs = network_output(model, inputs, self.precision)
-        return (outputs.softmax(1) if self.classes else outputs.permute(0, 2, 3, 1)).float()
+    def _own_figure_sums(
+        self, outputs: Tensor, inputs: Tensor, targets: Tensor
+    ) -> dict[str, Tensor]:
+        assert self.metric is not None
+        figures = compute_metric(self.metric, outputs, targets)
+        return {name: both.sum(1) for name, both in figures.items()}
 
-    def _loss(
-        self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None, smooth: float = 0.0
-    ) -> Tensor:
-        """Return the sum of the samples' losses, weighted by class if there are `weights`."""
-        if self.loss:
-            losses = compute_losses(self.loss, outputs, targets)
-            return (losses if weights is None else losses * weights[targets]).sum()
-        if not self.classes:
-            return F.mse_loss(outputs, targets, reduction="sum") / targets[0].numel()
-        return F.cross_entropy(outputs, targets, weights, reduction="sum", label_smoothing=smooth)
+    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
+        """Return captions of the worst answers in merged tallies, and how many are wrong."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def describe(self, figures: Mapping[str, Any]) -> str:
+        """Return the figures of an evaluation as text."""
+
+    # Answering
+
+    @abstractmethod
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return answers of float32: numbers (n, K), or images (n, H, W, C) if `gives_images`."""
+
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns of a table of answers."""
+        raise NotImplementedError
+
+    def cells(self, answer: np.ndarray) -> list[str]:
+        """Return the cells of an answer (K,) in these columns."""
+        raise NotImplementedError
+
+    def target_text(self, target: Any) -> str:
+        """Return the target of a sample, as it is stored, as text."""
+        raise NotImplementedError
+
+    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Captioned]:
+        """Return captions of the `chosen` images (n,) bool of a block with these answers (n, K)."""
+        raise NotImplementedError
+
+    # Its functions of the user's own
+
+    def check(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        """Test the user's loss and metric with samples (n, C, H, W) and their targets.
+
+        Raises UsageError that names the function. Model and torch's generators are restored.
+        """
+        loss = self.loss
+        metric = self.metric
+        if not loss and not metric:
+            return
+        with evaluating(model), torch.no_grad(), fork_rng(inputs.device):
+            outputs = network_output(model, inputs, self.precision)
+            if not outputs.isfinite().all():
+                return  # a first step will report it
+            if metric:
+                check_values(metric, compute_metric, outputs, targets)
+            if loss:
+                check_values(loss, lambda *given: {"": compute_losses(*given)}, outputs, targets)
+                check_gradient(loss, outputs, targets)
 
 
-def _sums(values: Tensor, weights: Tensor | int) -> Tensor:
-    """Return two sums as one tensor (2,) float64; a number of weights 1 is their sum."""
-    total = weights if isinstance(weights, Tensor) else values.new_full((), weights)
-    return torch.stack([values.double(), total.double()])
+def check_gradient(loss: Imported, outputs: Tensor, targets: Tensor) -> None:
+    """Raise UsageError unless the user's loss has a finite gradient for the outputs."""
+    leaf = outputs.clone().requires_grad_()
+    gradient = None
+    with torch.enable_grad():
+        total = compute_losses(loss, leaf, targets).sum()
+    if total.requires_grad:
+        (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+    if gradient is None or not gradient.isfinite().all():
+        raise UsageError(f"{loss.setting} has no finite gradient for the outputs")
 
 
-def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
-    """Return a copy of images (n, C, H, W) in [0, 1] with noise.
-
-    "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
-    normal deviate of standard deviation `level` is added and the sum clamped to [0, 1]. The noise
-    depends on `key`, shape and model of the device alone.
-    """
-    generator = torch.Generator(images.device).manual_seed(key)
-    draw = torch.randn if kind == "gaussian" else torch.rand
-    drawn = draw(images.shape, generator=generator, device=images.device).to(images.dtype)
-    noisy = images.clone()  # with the same strides
-    if kind == "gaussian":
-        # Not add_(drawn, alpha=level): some devices round its sum only, not its product.
-        return noisy.add_(drawn.mul_(level)).clamp_(0, 1)
-    return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)
+def task_class(name: str) -> type[Task]:
+    """Return the class of a task."""
+    module = import_module(f"hpctrain.tasks.{name}")
+    found: type[Task] = getattr(module, name.capitalize())
+    return found
 
 
 def make_task(
     settings: Mapping[str, Any],
-    classes: int,
+    classes: Sequence[str],
     like: Tensor,
     loss: Imported | None = None,
     metric: Imported | None = None,
 ) -> Task:
-    """Make the task for `classes` classes, as a configuration or a file's metadata describe it.
+    """Make a task as a configuration or a file's metadata describe it; see `Task.from_settings`.
 
-    The task computes on the device and in the dtype of `like`, a parameter of the network. Its
-    loss is hpctrain's unless another is given, whatever the settings name.
+    Its loss is hpctrain's unless another is given, whatever the settings name.
     """
-    return Task(
-        precision=settings["precision"],
-        classes=0 if settings["task"] == "denoise" else classes,
-        label_smoothing=settings.get("label_smoothing", 0.0),
-        weights=like.new_tensor(given) if (given := settings["class_weights"]) else None,
-        noise=settings["noise"],
-        level=settings["noise_level"],
-        loss=loss,
-        metric=metric,
-    )
-
-
-def output_shape(task: str, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
-    """Return the output shape for one image (H, W, C): (classes,), or (C, H, W) to restore it."""
-    height, width, channels = image_shape
-    return (channels, height, width) if task == "denoise" else (classes,)
-
-
-def check_task(task: Task, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-    """Test the loss and the metric of `task` with samples (n, C, H, W) and their targets.
-
-    Raises UsageError that names the function. Model and torch's generators are restored.
-    """
-    loss, metric = task.loss, task.metric
-    if not loss and not metric:
-        return
-    with evaluating(model), torch.no_grad(), fork_rng(inputs.device):
-        outputs = network_output(model, inputs, task.precision)
-        if not outputs.isfinite().all():
-            return  # a first step will report it
-        if metric:
-            check_values(metric, compute_metric, outputs, targets)
-        if loss:
-            check_values(loss, lambda *given: {"": compute_losses(*given)}, outputs, targets)
-            leaf, gradient = outputs.clone().requires_grad_(), None
-            with torch.enable_grad():
-                total = compute_losses(loss, leaf, targets).sum()
-            if total.requires_grad:
-                (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
-            if gradient is None or not gradient.isfinite().all():
-                raise UsageError(f"{loss.setting} has no finite gradient for the outputs")
+    make = task_class(settings["task"]).from_settings
+    return make(settings, classes, like, precision=settings["precision"], loss=loss, metric=metric)

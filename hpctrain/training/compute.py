@@ -13,7 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from hpctrain.errors import OwnCodeError, RunError, UsageError, first_line
 from hpctrain.parallel.message import Message
 from hpctrain.streams import GraphRecorder
 from hpctrain.tasks.forward import explain_network
+from hpctrain.tasks.task import ShardSums
 
-Pair = tuple[Tensor, Tensor]  # sum of the samples' losses, number of correct ones, on the device
 # model, inputs (n, C, H, W), targets
-Loss = Callable[[nn.Module, Tensor, Tensor], Pair]
+Loss = Callable[[nn.Module, Tensor, Tensor], ShardSums]
 # inputs, targets, samples in the global batch; adds the gradients of loss / samples to the message
-Backward = Callable[[Tensor, Tensor, int], Pair]
+Backward = Callable[[Tensor, Tensor, int], ShardSums]
 WARM = 3  # batches of a shape before it is recorded, in which libraries choose their algorithms
 
 
@@ -38,8 +38,9 @@ class Eager:
         self._model, self._loss, self._message = model, loss, message
         self._shares: dict[int, Tensor] = {}  # 1 / total, for the two totals that a run has
 
-    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        loss, correct = self._loss(self._model, inputs, targets)
+    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> ShardSums:
+        sums = self._loss(self._model, inputs, targets)
+        loss = sums["loss"]
         if total not in self._shares:
             self._shares[total] = torch.full_like(loss, 1 / total, requires_grad=False)
         # Same as the gradient of loss / total, which would take two operations. Passing it to
@@ -49,7 +50,7 @@ class Eager:
         with explain_network(self._model, len(inputs), "failed in backward"):
             loss.backward()
         self._message.add_gradients()
-        return loss.detach(), correct
+        return {**sums, "loss": loss.detach()}
 
 
 class Compiled(Eager):
@@ -66,12 +67,21 @@ class Compiled(Eager):
         made = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
         super().__init__(cast(nn.Module, made), loss, message)
 
-    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
+    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> ShardSums:
         try:
             return super().__call__(inputs, targets, total)
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = first_line(getattr(error, "inner_exception", error))
             raise RunError(f"--compile: torch cannot compile this model here: {cause}") from error
+
+
+class Recorded(NamedTuple):
+    """A graph of one shape."""
+
+    inputs: Tensor  # which it reads
+    targets: Tensor
+    sums: ShardSums  # which it writes
+    launch: Callable[[], None]
 
 
 class Graphs:
@@ -84,18 +94,18 @@ class Graphs:
     def __init__(self, backward: Backward, record: GraphRecorder) -> None:
         self._backward, self._record = backward, record
         self._seen: Counter[tuple] = Counter()
-        # by shape: the inputs and targets that the graph reads, its results, its launch function
-        self._graphs: dict[tuple, tuple[Pair, Pair, Callable[[], None]]] = {}
+        self._graphs: dict[tuple, Recorded] = {}  # by shape
 
-    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
+    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> ShardSums:
         shape = *((t.shape, t.stride(), t.dtype) for t in (inputs, targets)), total
         if shape not in self._graphs:
             self._seen[shape] += 1
             if self._seen[shape] <= WARM:
                 return self._record.warm_up(partial(self._backward, inputs, targets, total))
-            own = inputs.clone(), targets.clone()  # strides are kept
+            own_inputs = inputs.clone()  # strides are kept
+            own_targets = targets.clone()
             try:
-                graph = self._record(partial(self._backward, *own, total))
+                graph = self._record(partial(self._backward, own_inputs, own_targets, total))
             except (RuntimeError, OwnCodeError) as error:
                 # The error at the end of a recording hides that of the operation which failed.
                 failed = error.__context__ or error
@@ -103,12 +113,12 @@ class Graphs:
                     failed = failed.__context__ or failed
                 words = f"cannot be recorded: {first_line(failed)}; do without"
                 raise RunError(f"--cuda-graphs: this network's step {words}") from error
-            self._graphs[shape] = (own, *graph)
-        own, found, launch = self._graphs[shape]
-        for buffer, tensor in zip(own, (inputs, targets), strict=True):
-            buffer.copy_(tensor)
-        launch()
-        return found
+            self._graphs[shape] = Recorded(own_inputs, own_targets, *graph)
+        recorded = self._graphs[shape]
+        recorded.inputs.copy_(inputs)
+        recorded.targets.copy_(targets)
+        recorded.launch()
+        return recorded.sums
 
 
 def make_backward(

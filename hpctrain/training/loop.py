@@ -26,7 +26,7 @@ from hpctrain.parallel.mpi import agreed, allgather, minimum
 from hpctrain.streams import Event, Snapshot, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.run import MOST_LISTED, NO_SUMS, NonFinite, Run, Sums
+from hpctrain.training.run import MOST_LISTED, NonFinite, Run
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing, running_time
 
@@ -109,21 +109,22 @@ def finish_step(run: Run, pending: deque[PendingStep]) -> None:
 
 def end_epoch(run: Run) -> None:
     """Record an epoch after its last step."""
-    state, sums = run.progress, run.progress.sums
-    loss = sums.loss / (sums.weight or sums.rows)
-    accuracy = sums.correct / sums.rows if run.task.classes else None
+    state = run.progress
+    sums = state.sums
+    loss = sums["loss"] / (sums["weight"] or sums["rows"])
+    figures = run.task.step_figures(sums, sums["rows"])
     state.epoch += 1
     if state.epoch == 1:
         note_unused(run)
-    state.sums = NO_SUMS
-    state.figures.update(loss=loss, accuracy=accuracy)
+    state.sums = {}
+    state.figures.update(loss=loss, **figures)
     run.recorder.write(
         "epoch",
         epoch=state.epoch,
         loss=loss,
-        accuracy=accuracy,
-        images_per_second=sums.rows / sums.seconds,
-        seconds=sums.seconds,
+        **figures,
+        images_per_second=sums["rows"] / sums["seconds"],
+        seconds=sums["seconds"],
     )
 
 
@@ -192,19 +193,27 @@ def record_step(run: Run, pending: PendingStep) -> bool:
     """
     state = run.progress
     doing(f"recording step {pending.step}")
-    totals = Totals.read(pending.reported)
+    totals = run.trainer.message.read(pending.reported)
     check(run, totals, pending)
-    state.step, seconds = pending.step, pending.since.elapsed_time(pending.reported.copied) / 1000
+    state.step = pending.step
+    seconds = pending.since.elapsed_time(pending.reported.copied) / 1000
     figures: dict[str, Any] = {
         "epoch": state.epoch + 1,
         "step": state.step,
         "loss": totals.mean_loss,
-        "accuracy": totals.correct / totals.rows if run.task.classes else None,
+        **run.task.step_figures(totals.named, totals.rows),
         "learning_rate": pending.rate,
     }
-    state.add(figures)
-    own = Sums(totals.loss, totals.correct, totals.rows, seconds, totals.weight)
-    state.sums = Sums(*map(sum, zip(state.sums, own, strict=True)))
+    state.chain_figures(figures)
+    state.add_sums(
+        {
+            "loss": totals.loss,
+            "weight": totals.weight,
+            "rows": totals.rows,
+            "seconds": seconds,
+            **totals.named,
+        }
+    )
     run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     ran = min(seconds, running_time() - pending.began)  # without a suspension of the job
     run.control.slowest_step = max(run.control.slowest_step, ran)

@@ -46,7 +46,7 @@ from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.plan import Plan
 from hpctrain.tasks.forward import explain_network, network_output
 from hpctrain.tasks.functions import RELATIVE
-from hpctrain.tasks.task import Task, check_task, output_shape
+from hpctrain.tasks.task import Task
 from hpctrain.text import listed
 from hpctrain.torch_errors import explain_errors
 
@@ -75,7 +75,7 @@ def probe_model(
     labels = torch.from_numpy(source.read_labels(rows))
     key = random_key(config.seed, "probe")
     inputs, targets = pipeline.make(images, labels, key)
-    shape = output_shape(config.task, source.image_shape, task.classes)
+    shape = task.output_shape(source.image_shape, len(source.pack.classes))
     torch.manual_seed(key)
     try:
         return check_network(norms, task, inputs, targets, shape, config)
@@ -118,7 +118,7 @@ def check_network(
         check_output_shape(model, output, len(inputs), shape)
         return output.detach()
 
-    check_task(task, model, inputs, targets)
+    task.check(model, inputs, targets)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     names = {*model.state_dict(), *dict(model.named_buffers())}
     with explain_errors(UsageError), restored_attributes(model):
@@ -157,13 +157,13 @@ def check_backward(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor
     Only in backward torch refuses some operations, and checkpoints run layers again. Raises
     UsageError if nothing is trained by it, and OwnCodeError if it fails.
     """
-    loss, _ = task(model, inputs, targets)
+    loss = task(model, inputs, targets)["loss"]
     if not loss.requires_grad:
         raise UsageError(
             "the network's output depends on none of its trained parameters: torch.no_grad(),"
             " detach(), or the output is the input"
         )
-    line = partial(line_of_backward, lambda: task(model, inputs, targets)[0])
+    line = partial(line_of_backward, lambda: task(model, inputs, targets)["loss"])
     with explain_network(model, len(inputs), "failed in backward", line):
         loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
     model.zero_grad()

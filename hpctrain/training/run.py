@@ -65,19 +65,6 @@ class Reached(NamedTuple):
 NOTHING = Reached(0, 0, {})
 
 
-class Sums(NamedTuple):
-    """Sums over the samples of an epoch, and the seconds of its steps."""
-
-    loss: float = 0.0
-    correct: float = 0.0
-    rows: float = 0.0
-    seconds: float = 0.0
-    weight: float = 0.0  # of the samples' classes, with --class-weights
-
-
-NO_SUMS = Sums()
-
-
 @dataclass
 class Progress:
     """Progress of a run."""
@@ -92,7 +79,7 @@ class Progress:
     chain: str = ""  # hash over the figures of all steps and evaluations
     best: Reached = NOTHING  # the smallest loss of all validations
     waited: int = 0  # validations since the best one
-    sums: Sums = NO_SUMS  # of the current epoch
+    sums: dict[str, float] = field(default_factory=dict)  # of the steps of this epoch, by name
     final: Reached | None = None  # the network that was chosen: no more checkpoints are written
 
     @property
@@ -113,12 +100,17 @@ class Progress:
     def from_json(cls, saved: Mapping[str, Any]) -> Progress:
         """Return the progress of which `to_json` returned what is `saved`, among other things."""
         known = {name: saved[name] for name in cls().to_json()}
-        return cls(**{**known, "best": Reached(*saved["best"]), "sums": Sums(*saved["sums"])})
+        return cls(**{**known, "best": Reached(*saved["best"])})
 
-    def add(self, figures: Mapping[str, Any]) -> None:
+    def chain_figures(self, figures: Mapping[str, Any]) -> None:
         """Add figures to the hash chain."""
         link = f"{self.chain}{json.dumps(figures, sort_keys=True)}"
         self.chain = hashlib.sha256(link.encode()).hexdigest()
+
+    def add_sums(self, sums: Mapping[str, float]) -> None:
+        """Add sums of a step to those of the epoch."""
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
 
 
 @dataclass

@@ -10,6 +10,7 @@ from hpctrain.errors import UsageError
 from hpctrain.models import InitialWeights, own_input
 from hpctrain.models.init import Scaling
 from hpctrain.plan import Plan
+from hpctrain.tasks.facts import FACTS
 
 # Of the ImageNet training images in [0, 1], red, green, blue; published ResNet weights expect them.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -39,7 +40,7 @@ def choose_scaling(
                 f" {', '.join(f'{std:g}' for std in pack.std)}: use unit"
             )
         return (pack.mean, pack.std), ""
-    if config.normalize == "unit" or config.task == "denoise":
+    if config.normalize == "unit" or FACTS[config.task].is_unit:
         return (), ""
     found: Scaling = ()
     if init and init.scaling is not None:

@@ -59,7 +59,7 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.transport import open_transport
 from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
-from hpctrain.tasks.task import Task, make_task, output_shape
+from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.text import brief, counted, listed
 from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.optimizer import freeze
@@ -203,7 +203,7 @@ def make_network(
         loss = import_own(config.loss, "--loss")
         metric = import_own(config.metric, "--metric")
         augment = import_own(config.augment, "--augment")
-        task = make_task({**vars(config), **resolved}, len(pack.classes), like, loss, metric)
+        task = make_task({**vars(config), **resolved}, pack.classes, like, loss, metric)
         scaling, why = choose_scaling(config, begun, pack, model, init)
         check_normalized(scaling, pack)
         norms = BatchNorms(model, config.batch_norm)
@@ -337,10 +337,7 @@ def check_data(config: Config, pack: Pack) -> None:
         raise UsageError(f"--shift {config.shift}: images of {width}x{height} allow 0 to {most}")
     if config.random_crop and not pack.fit:
         raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
-    low, high = (value / pack.scale.divisor for value in (pack.scale.low, pack.scale.high))
-    if config.task == "denoise" and not 0 <= low <= high <= 1:
-        text = f"restores images in [0, 1], and {pack.path} holds {pack.scale}"
-        raise UsageError(f"--task denoise {text}: give another --max-value")
+    task_class(config.task).check_data(pack)
     require_validation("--final best", config.final == "best", pack)
     require_validation("--patience", config.patience, pack)
     every = config.validate_every not in (Config.validate_every, Every("0"))
@@ -387,7 +384,7 @@ def make_model(
     model = build(model_name(config, shape), shape, classes, config.small_stem)
     if not config.freeze:  # else it may freeze other types
         check_types(model)
-    check_forward(model, shape, output_shape(config.task, shape, classes))
+    check_forward(model, shape, task_class(config.task).output_shape(shape, classes))
     init = None
     if config.init and first_weights:
         init = load_init(model, find_model(config.init, config.runs_dir), classes, shape[2])

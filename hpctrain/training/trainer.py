@@ -63,10 +63,14 @@ class Trainer:
         what they compute with.
         """
         comm, model = transport.comm, norms.model
-        self.model, self.norms = model, norms
+        self.model = model
+        self.norms = norms
+        self.task = task
         with on_all(comm):
             groups = parameter_groups(model, config)
-            self.message = message = Message(model, norms.channels, comm.rank, comm.size, groups)
+            self.message = message = Message(
+                model, norms.channels, comm.rank, comm.size, groups, task.sums
+            )
         alike: dict[str, object] = {
             "hpctrain": __version__,
             "torch": torch.__version__,
@@ -88,7 +92,6 @@ class Trainer:
         self.clip_norm = config.clip_norm
         #: Number of steps that are started before the totals of one are read.
         self.in_flight = IN_FLIGHT[message.device.type]
-        self.class_weights = task.weights  # (K,) with which the loss weighs samples, if any
         self.decay, network = config.ema or 0.0, (message.weights.data, norms.running)
         #: Averages of --ema, and what they are averages of: weights, running statistics.
         self.averages = tuple((t.clone(), t) for t in network) if config.ema else ()
@@ -108,14 +111,13 @@ class Trainer:
         `total`: number of samples in the global batch. `rate`: learning rate (None = the
         optimizer's). The seconds that this rank `waited` for data and its `requests` are sent in
         the message, of which the totals are returned, being copied to the host. `before_waiting` is
-        called when this rank has finished its part. With class weights, the gradients are rescaled
-        to the sum of the weights of the samples' classes, by which torch's cross_entropy divides.
+        called when this rank has finished its part. If the task weighs samples, the gradients are
+        rescaled to the sum of the weights, by which torch's cross_entropy divides.
 
         A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do
         the steps that follow before its totals are read.
         """
         message, norms, clock = self.message, self.norms, self.clock
-        class_weights = self.class_weights
         if rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
@@ -124,12 +126,13 @@ class Trainer:
         self.reduce.begin([batch.shard for batch in batches])
         for batch in batches:
             seed_torch(batch.key, message.device)  # dropout depends on the shard, not on the rank
-            loss, correct = self.backward(batch.images, batch.targets, total)
+            sums = self.backward(batch.images, batch.targets, total)
             rows = len(batch.targets)
             irregular = norms.collect(message.moments, rows, total)
-            message.add_counts(loss, correct, rows, irregular)
-            if class_weights is not None:
-                message.scalar["weight"].add_(class_weights[batch.targets].sum())
+            message.add_sums(rows, irregular, **sums)
+            weights = self.task.weights(batch.targets)
+            if weights is not None:
+                message.scalar["weight"].add_(weights.sum())
             self.reduce.accumulate(batch.shard)
         message.request(*requests)
         clock.mark()
@@ -140,7 +143,7 @@ class Trainer:
         clock.mark()
 
         finite = message.finite(lasting=self.in_flight > 0)
-        if class_weights is not None:
+        if self.task.is_weighted:
             message.weigh_gradients(total)
         norms.merge(message.moments, total, finite)
         if self.clip_norm is not None:

@@ -142,11 +142,11 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
             state.ended = Status.PREEMPTED
         return None
     step, epoch, known = state.network
-    known[f"{split}_accuracy"] = result.accuracy
-    known[f"{split}_loss"] = result.loss
-    balanced = bool(run.plan.class_weights) or run.config.balanced_sampling
-    figures = {"epoch": epoch, "step": step, "split": split, **result.figures(balanced)}
-    state.add(figures)
+    for name in run.task.tracked:
+        known[f"{split}_{name}"] = result.means[name]
+    recorded = result.figures(without=run.task.unrecorded)
+    figures = {"epoch": epoch, "step": step, "split": split, **recorded}
+    state.chain_figures(figures)
     record = run.recorder.write("evaluation", **figures, seconds=seconds)
     if split == "validation":
         run.control.evaluated(record)
@@ -161,10 +161,11 @@ def evaluated_network(run: Run) -> AbstractContextManager[None]:
 def test(run: Run) -> dict[str, float | None]:
     """Evaluate every split that was not used in training. Collective.
 
-    Writes the figures, with the confusion matrix, to the run's folder, and returns the accuracies
-    or losses.
+    Writes the figures, with the confusion matrix, to the run's folder, and returns those by which
+    runs are ranked.
     """
-    found: dict[str, float | None] = {}
+    ranked_by = run.task.ranked_by
+    tested: dict[str, float | None] = {}
     for split, info in run.pack.splits.items():
         if split in ("train", "validation") or not info.samples:
             continue
@@ -172,6 +173,5 @@ def test(run: Run) -> dict[str, float | None]:
             break
         what = result, run.pack, run.folder / NETWORK_FILE, split
         on_root(run.comm, write_evaluation, evaluation_file(run.folder, split), *what)
-        name, value = ("accuracy", result.accuracy) if run.task.classes else ("loss", result.loss)
-        found[f"{split}_{name}"] = value
-    return found
+        tested[f"{split}_{ranked_by}"] = result.means[ranked_by]
+    return tested

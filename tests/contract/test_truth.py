@@ -351,7 +351,7 @@ def own_loop(comm, data: Path) -> dict[str, torch.Tensor]:
                 loss.backward()
                 message.add_gradients()
                 norms.collect(message.moments, rows, total)
-                message.add_counts(loss * total, 0, rows)
+                message.add_sums(rows, loss=loss * total)
             allreduce()
             norms.merge(message.moments, total, message.finite())
             optimizer.step()

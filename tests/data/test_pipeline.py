@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.support.api import Augmentation, Task
+from tests.support.api import Augmentation, task_class
 
 KEY = 5
 FLIPS_AND_SHIFTS = Augmentation(flip=True, shift=2)
@@ -96,7 +96,7 @@ def test_without_stages_targets_stay_and_inputs_share_no_memory_with_images():
 
 
 def test_noise_is_on_the_augmented_image_which_is_the_target():
-    task = Task(noise="salt-pepper", level=0.3)
+    task = task_class("denoise")(noise="salt-pepper", level=0.3)
     pipeline = hp.Pipeline(augmentation=FLIPS_AND_SHIFTS, stage=task.stage)
     noisy, clean = pipeline.make(images(), torch.arange(31), KEY)
     assert torch.equal(clean, moved(images()))
@@ -107,5 +107,5 @@ def test_noise_is_on_the_augmented_image_which_is_the_target():
 
 def test_a_classifier_has_the_labels_as_targets():
     given = images(3).float(), torch.arange(3)
-    inputs, targets = Task(classes=3).stage(*given, KEY)
+    inputs, targets = task_class("classify")().stage(*given, KEY)
     assert inputs is given[0] and targets is given[1]

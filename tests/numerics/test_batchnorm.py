@@ -44,7 +44,7 @@ def run_steps(comm, model, steps, mode="exact"):
             if rows := len(arrays[shard]):
                 loss = model(torch.from_numpy(arrays[shard])).square().sum()
                 norms.collect(message.moments, rows, total)
-                message.add_counts(loss, 0, rows)
+                message.add_sums(rows, loss=loss)
         reduce()
         norms.merge(message.moments, total, message.finite())
 

@@ -20,8 +20,9 @@ def add_up(messages):
         message.tensor.copy_(total)
 
 
-def messages_of(size, model=None):
-    return [hp.Message(model or nn.Linear(3, 2), 5, rank, size) for rank in range(size)]
+def messages_of(size, model=None, **sums):
+    models = [model or nn.Linear(3, 2) for _ in range(size)]
+    return [hp.Message(net, 5, rank, size, sums=sums) for rank, net in enumerate(models)]
 
 
 @st.composite
@@ -91,18 +92,21 @@ def test_each_rank_sends_its_seconds_in_every_step(size):
 
 
 def test_counts_and_flags_are_summed_and_the_loss_of_a_rank_is_not():
-    messages = messages_of(3)
+    messages = messages_of(3, correct=int, error=float)
     for rank, message in enumerate(messages):
         message.zero()
-        message.add_counts(torch.tensor(1.0), 2, 4)
-        message.add_counts(torch.tensor(math.nan if rank == 1 else 2.0), rank, 4, rank)
+        message.add_sums(4, loss=torch.tensor(1.0), correct=2, error=torch.tensor(0.25))
+        loss = torch.tensor(math.nan if rank == 1 else 2.0)
+        message.add_sums(4, rank, loss=loss, correct=rank, error=0.0)
         message.request("preempted", *["stop"] * (rank == 2), *["save"] * (rank > 0))
     add_up(messages)
     totals = [message.totals() for message in messages]
     assert [total.own for total in totals] == [3.0, pytest.approx(math.nan, nan_ok=True), 3.0]
     for total in totals:
         assert math.isnan(total.loss)
-        assert (total.rows, total.correct, total.irregular) == (24, 9, 3)
+        assert (total.rows, total.irregular) == (24, 3)
+        assert total.named == {"correct": 9, "error": 0.75}
+        assert type(total.named["correct"]) is int
         assert (total.stop, total.preempted, total.save) == (1, 3, 2)
     messages[1].zero()
     assert messages[1].totals().own == messages[1].totals().stop == 0

@@ -96,7 +96,7 @@ def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), *
                 model(x).square().sum().backward()
                 message.add_gradients()
                 message.moments.add_(x.mean())
-                message.add_counts(x.sum(), shard, len(x))
+                message.add_sums(len(x), loss=x.sum())
                 reduce.accumulate(shard)
             message.set_seconds(0.1 * (comm.rank + step), 0.3)
             reduce()

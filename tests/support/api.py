@@ -119,21 +119,22 @@ __all__ += ["Permutation", "make_order"]
 
 # Training steps: what is checked before the first one and after each
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
-from hpctrain.tasks.task import Task
+from hpctrain.tasks.denoise import add_noise
+from hpctrain.tasks.task import task_class
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
 from hpctrain.training.trainer import tensor_checksum
 
-__all__ += ["IN_FLIGHT", "Task", "check_repeats", "clip_gradient", "make_gradients"]
-__all__ += ["tensor_checksum"]
+__all__ += ["IN_FLIGHT", "check_repeats", "clip_gradient", "make_gradients"]
+__all__ += ["task_class", "tensor_checksum"]
 
 
 def make_gradients(model, message, compiled=False, recorder=None):
     """Return the function that adds a batch's gradients to the message, compiled, or replayed from
     what a recorder of graphs made of it.
     """
-    backward = (Compiled if compiled else Eager)(model, Task(classes=1), message)
+    backward = (Compiled if compiled else Eager)(model, task_class("classify")(), message)
     return Graphs(backward, recorder) if recorder else backward
 
 
@@ -154,7 +155,6 @@ from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
 from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops, probe
 from hpctrain.data.pack import External, images_note
-from hpctrain.tasks.task import add_noise
 
 __all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
 __all__ += ["images_note", "read_external"]

@@ -1,0 +1,133 @@
+"""Classify images: one of K classes, learned by cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpctrain.report.results import answer_columns
+from hpctrain.tasks.confusion import Confusion
+from hpctrain.tasks.mistakes import Answer, Mistakes, answers_of
+from hpctrain.tasks.tally import Block, Tally, two_sums
+from hpctrain.tasks.task import Captioned, Task
+
+
+@dataclass(frozen=True)
+class Classify(Task):
+    """Learn the class of an image: targets are labels (n,) int64, outputs are scores (n, K)."""
+
+    classes: tuple[str, ...] = ()  # names of the K classes
+    label_smoothing: float = 0.0
+    class_weights: Tensor | None = None  # (K,) in the loss; None = all alike
+
+    sums: ClassVar[Mapping[str, type]] = {"correct": int}
+    output: ClassVar[str] = "scores"
+    target_column: ClassVar[str] = "class"
+    has_mistakes: ClassVar[bool] = True
+
+    @classmethod
+    def from_settings(
+        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **own: Any
+    ) -> Self:
+        weights = settings["class_weights"]
+        is_balanced = weights or settings.get("balanced_sampling")
+        return cls(
+            classes=tuple(classes),
+            label_smoothing=settings.get("label_smoothing", 0.0),
+            class_weights=like.new_tensor(weights) if weights else None,
+            unrecorded=() if is_balanced else ("balanced_accuracy",),
+            **own,
+        )
+
+    @staticmethod
+    def output_shape(image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
+        return (classes,)
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.class_weights is not None
+
+    # Learning
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    def weights(self, targets: Tensor) -> Tensor | None:
+        return None if self.class_weights is None else self.class_weights[targets]
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.loss:
+            return super().loss_sum(outputs, targets)
+        weights, smoothing = self.class_weights, self.label_smoothing
+        return F.cross_entropy(
+            outputs, targets, weights, reduction="sum", label_smoothing=smoothing
+        )
+
+    def named_sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"correct": (outputs.detach().argmax(1) == targets).sum()}
+
+    def step_figures(self, sums: Mapping[str, float], rows: float) -> dict[str, float | None]:
+        return {"accuracy": sums["correct"] / rows}
+
+    # Evaluating
+
+    def figure_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the sums of the loss without label smoothing, weighted and not."""
+        own = self.own_losses(outputs, targets)
+        loss = F.cross_entropy(outputs, targets, reduction="sum") if own is None else own.sum()
+        unweighted = two_sums(loss, len(targets))
+        weights = self.weights(targets)
+        if weights is None:
+            return {"loss": unweighted}
+        if own is None:
+            loss = F.cross_entropy(outputs, targets, self.class_weights, reduction="sum")
+        else:
+            loss = (own * weights).sum()
+        return {"loss": two_sums(loss, weights.sum()), "unweighted_loss": unweighted}
+
+    def tallies(self, mistakes: int = 0) -> list[Tally]:
+        tallies = [*super().tallies(), Confusion(self.classes)]
+        return [*tallies, Mistakes(mistakes)] if mistakes else tallies
+
+    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
+        tally = next(tally for tally in tallies if isinstance(tally, Mistakes))
+        return [*map(self.caption, tally.answers)], tally.total
+
+    def describe(self, figures: Mapping[str, Any]) -> str:
+        names = ("loss", "unweighted_loss", "accuracy", "balanced_accuracy")
+        given = [name for name in names if name in figures]
+        return ", ".join(f"{name.replace('_', ' ')} {figures[name]:.4f}" for name in given)
+
+    # Answering
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return the probabilities (n, K)."""
+        return outputs.softmax(1).float()
+
+    def columns(self) -> tuple[str, ...]:
+        return "prediction", "probability", *answer_columns(self.classes)
+
+    def cells(self, answer: np.ndarray) -> list[str]:
+        best = int(answer.argmax())
+        texts = [f"{probability:.6f}" for probability in answer]
+        return [answer_columns(self.classes)[best], texts[best], *texts]
+
+    def target_text(self, target: Any) -> str:
+        return answer_columns(self.classes)[target]
+
+    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Captioned]:
+        predicted = answers.argmax(1)
+        return [*map(self.caption, answers_of(block, predicted, answers.max(1), chosen))]
+
+    def caption(self, answer: Answer) -> Captioned:
+        """Return the true class, if it is known, the predicted one and its probability."""
+        lines = [f"answer: {self.classes[answer.prediction]}", f"{100 * answer.probability:.1f} %"]
+        if answer.label is not None:
+            lines.insert(0, f"true: {self.classes[answer.label]}")
+        is_wrong = answer.label not in (None, answer.prediction)
+        return Captioned(answer.row, tuple(lines), is_wrong)

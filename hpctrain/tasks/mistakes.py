@@ -1,0 +1,64 @@
+"""The wrong answers of a classifier of which it was most confident."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from hpctrain.parallel.mpi import Comm, allgather
+from hpctrain.tasks.tally import Block, Tally
+
+
+class Answer(NamedTuple):
+    """The network's answer to one image."""
+
+    row: int  # of the split, or of the list of files
+    label: int | None  # true class, if known
+    prediction: int  # class with the largest probability
+    probability: float
+
+
+def answers_of(
+    block: Block, predictions: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
+) -> list[Answer]:
+    """Return the answers to the `chosen` images of a block, of those to all, (n,) each."""
+    labels = block.labels
+    if labels is None:
+        labels = np.full(len(block.rows), None)
+    columns = block.rows, labels, predictions, probabilities
+    return [*map(Answer, *(column[chosen].tolist() for column in columns))]
+
+
+class Mistakes(Tally):
+    """The wrong answers of the largest probability, largest first; of equal ones the first rows."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.answers: list[Answer] = []
+        self.total = 0  # wrong answers, of which `answers` are the most confident
+
+    def measure(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        predicted = outputs.argmax(1)
+        probabilities = outputs.softmax(1).gather(1, predicted[:, None]).squeeze(1)
+        return {"predicted": predicted, "probabilities": probabilities.double()}
+
+    def add(self, block: Block, measured: Mapping[str, np.ndarray]) -> None:
+        wrong = measured["predicted"] != block.labels
+        self.total += int(wrong.sum())
+        self._keep(answers_of(block, measured["predicted"], measured["probabilities"], wrong))
+
+    def merge(self, comm: Comm) -> None:
+        parts = allgather(comm, (self.total, self.answers))
+        self.total = sum(total for total, _ in parts)
+        self.answers = []
+        self._keep([answer for _, answers in parts for answer in answers])
+
+    def _keep(self, answers: list[Answer]) -> None:
+        def order(answer: Answer) -> tuple[float, int]:
+            return -answer.probability, answer.row
+
+        self.answers = heapq.nsmallest(self._most, [*self.answers, *answers], key=order)

@@ -1,0 +1,117 @@
+"""Tallies: what an evaluation accumulates over the blocks of a split.
+
+A tally measures each block on the device, adds what it measured on the host, and is merged over
+ranks at the end. It must be the same whichever rank computed which block: integers are added
+exactly, and sums of floats are kept by block and added by math.fsum, in which the order has no
+effect.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpctrain.data.split import Bad
+from hpctrain.errors import UsageError
+from hpctrain.parallel.mpi import Comm, agreed, allgather
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# outputs, inputs and targets of a block -> by figure, the sums of its values and weights
+FigureSums = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
+
+
+class Block(NamedTuple):
+    """Samples that pass through the network at once."""
+
+    number: int
+    rows: np.ndarray  # (n,), of the split or of the list of files
+    labels: np.ndarray | None  # (n,); None: not known
+    bad: Bad  # rows that cannot be used, and why
+
+
+class Tally(ABC):
+    """Something that is accumulated over the blocks of an evaluation."""
+
+    @abstractmethod
+    def measure(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return what `add` needs of a block, computed on the device; it should be small.
+
+        `outputs` are the network's answers to `inputs` (n, C, H, W).
+        """
+
+    @abstractmethod
+    def add(self, block: Block, measured: Mapping[str, np.ndarray]) -> None:
+        """Add what was measured of a block."""
+
+    @abstractmethod
+    def merge(self, comm: Comm) -> None:
+        """Let the tally of each rank be that of all blocks. Collective."""
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the figures that follow from it, by name."""
+        return {}
+
+    def tables(self) -> Iterator[Table]:
+        """Yield tables for the user."""
+        yield from ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what --output holds of it, beside the figures."""
+        return {}
+
+
+class Means(Tally):
+    """Figures that are quotients of two sums over samples: of values, and of their weights."""
+
+    def __init__(self, sums: FigureSums) -> None:
+        """`sums` returns the two sums of a block by figure, (2,) float64."""
+        self._sums = sums
+        self._blocks: list[dict[str, list[float]]] = []
+
+    def measure(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return self._sums(outputs, inputs, targets)
+
+    def add(self, block: Block, measured: Mapping[str, np.ndarray]) -> None:
+        self._blocks.append({name: sums.tolist() for name, sums in measured.items()})
+
+    def merge(self, comm: Comm) -> None:
+        self._blocks = [sums for blocks in allgather(comm, self._blocks) for sums in blocks]
+
+    def figures(self) -> dict[str, float | None]:
+        figures: dict[str, float | None] = {}
+        for name in self._blocks[0]:
+            values = math.fsum(block[name][0] for block in self._blocks)
+            weights = math.fsum(block[name][1] for block in self._blocks)
+            figures[name] = values / weights if weights else math.nan
+        return figures
+
+
+class OwnFigures(Means):
+    """The figures of --metric."""
+
+    def __init__(self, sums: FigureSums, name: str) -> None:
+        """`name` is that of the setting, for errors."""
+        super().__init__(sums)
+        self._name = name
+
+    def merge(self, comm: Comm) -> None:
+        """Raises UsageError on all ranks if a block has other figures than the first one."""
+        super().merge(comm)
+        if any(block.keys() != self._blocks[0].keys() for block in self._blocks):
+            text = "did not give the same figures for each part of the split"
+            raise agreed(UsageError(f"{self._name} {text}"))
+
+
+def two_sums(values: Tensor, weights: Tensor | int) -> Tensor:
+    """Return sums of values and of weights as one tensor (2,) float64."""
+    if isinstance(weights, int):
+        weights = values.new_full((), weights)
+    return torch.stack([values.double(), weights.double()])
