@@ -1,0 +1,28 @@
+"""What a run on a GPU computes, records, writes and prints, to a table from commit to commit: as
+tests/contract/test_pins.py, on the emulated GPU. To write what this machine finds into the table:
+
+    tests/gpu/emulator/run python -m pytest tests/gpu/test_emulated_pins.py --update
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.pins import compare, write_data
+
+pytestmark = [pytest.mark.emulated_gpu, pytest.mark.timeout(300)]
+CASES = ["class weights", "flips and shifts", "JPEG files, random parts"]
+CASES += ["own loss, augmentation, metric", "average", "salt and pepper", "gaussian noise"]
+CASES += ["16 bits, HDF5", "own augmentation, normalized", "16 bits, HDF5, normalized"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("pins").resolve()
+    write_data(made)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_run_leaves_is_that_of_the_table(case, folder, request):
+    compare(case, folder, (1,), "cuda", request.config.getoption("update"))
