@@ -53,9 +53,15 @@ def make_console(live: bool | None = None) -> Console:
     By default it is live if a terminal shows the output. ``isatty`` does not decide this: mpirun
     gives ranks a pty in any case. TERM may name a terminal whose cursor cannot be moved.
     """
-    live = terminal_columns() is not None if live is None else live
-    live = live and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return Console(width=output_width(), force_terminal=live, force_jupyter=False)
+    if live is None:
+        live = terminal_columns() is not None
+    if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
+        live = False
+    return Console(
+        width=output_width(),
+        force_terminal=live,
+        force_jupyter=False,
+    )
 
 
 def output_width() -> int:
@@ -69,20 +75,36 @@ def terminal_columns() -> int | None:
     if stdout is not sys.__stdout__ or stdout is None:  # in a notebook it is the server's
         return None
     try:
-        output, launcher, parent = stdout.fileno(), 0, os.getppid()
-        if os.isatty(output) and (columns := os.get_terminal_size(output).columns):
-            return columns
-        while (found := _process(parent))[0].startswith(LAUNCHERS):
-            launcher, parent = parent, found[1]
+        output = stdout.fileno()
+        if os.isatty(output):
+            columns = os.get_terminal_size(output).columns
+            if columns:
+                return columns
+        launcher = _outermost_launcher()
         if not launcher or stat.S_ISREG(os.fstat(output).st_mode):
             return None
-        terminal = os.open(f"/proc/{launcher}/fd/1", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        terminal = os.open(
+            f"/proc/{launcher}/fd/1",
+            os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK,
+        )
         try:
             return os.get_terminal_size(terminal).columns or 80
         finally:
             os.close(terminal)
     except (OSError, ValueError):  # no Linux, not our process, no terminal, closed
         return None
+
+
+def _outermost_launcher() -> int:
+    """Return the process ID of the outermost launcher of this process; 0 if none is its parent."""
+    launcher = 0
+    parent = os.getppid()
+    while True:
+        name, grandparent = _process(parent)
+        if not name.startswith(LAUNCHERS):
+            return launcher
+        launcher = parent
+        parent = grandparent
 
 
 def _process(pid: int) -> tuple[str, int]:

@@ -85,10 +85,13 @@ class Display:
     def _show(self, record: Record) -> None:
         match record["kind"]:
             case "run":
-                self._facts, self._start = record, time.monotonic()
+                self._facts = record
+                self._start = time.monotonic()
                 self._total = record["epochs"] * record["steps_per_epoch"]
-                for number, line in enumerate(header_lines(record)):
-                    self._say(line, "" if number else "bold")
+                first, *others = header_lines(record)
+                self._say(first, "bold")
+                for line in others:
+                    self._say(line)
                 self._bar.start()
                 self._console.show_cursor(True)  # a killed run must not leave the cursor hidden
                 self._draw()
@@ -111,8 +114,8 @@ class Display:
                     self._test = f"test {name} {short_number(record[name])}"
                 speed = record["rows"] / record["seconds"] if record["seconds"] else None
                 split = f"  {record['split']:<{len(self._name(0)) - 2}}"
-                found = figures({**record, "images_per_second": speed})
-                self._say(f"{split}  {found}  {record['rows']:>5,} images")
+                columns = figures({**record, "images_per_second": speed})
+                self._say(f"{split}  {columns}  {record['rows']:>5,} images")
             case "note":
                 self._say(record["text"])
             case "end":
@@ -131,18 +134,35 @@ class Display:
         """Draw the bar, if there is one, with `phase` in place of the remaining time."""
         if not self._console.is_terminal:
             return
-        latest, step = self._latest, self._latest.get("step", 0)
-        share, ranks = min(step / self._total, 1.0), counted(self._facts["ranks"], "rank")
-        before, done = self._name(latest.get("epoch", 1)), f"step {step:,} of {self._total:,}"
-        after = _joined([f"{percent(share):>5}", done, phase or self._left(), ranks], "  ")
-        below = figures({**latest, "images_per_second": self._speed}) if latest else "starting"
-        width = self._console.width = output_width()  # it may have changed
+        latest = self._latest
+        step = latest.get("step", 0)
+        share = min(step / self._total, 1.0)
+        before = self._name(latest.get("epoch", 1))
+        after = _joined(
+            [
+                f"{percent(share):>5}",
+                f"step {step:,} of {self._total:,}",
+                phase or self._left(),
+                counted(self._facts["ranks"], "rank"),
+            ],
+            separator="  ",
+        )
+        below = "starting"
+        if latest:
+            below = figures({**latest, "images_per_second": self._speed})
+        width = output_width()  # it may have changed
+        self._console.width = width
         size = min(max(width - len(before) - len(after) - 4, 4), 40)
+        done = int(size * share)
         full, empty = "━─" if self._console.encoding.startswith("utf") else "#-"
-        bar = (full * int(size * share), "bar.complete"), empty * (size - int(size * share))
-        rest = styled(f"  {after}\n  {below}", "", self._console.encoding)
-        lines = Text.assemble(f"{before}  ", *bar, rest)
-        lines.no_wrap, lines.overflow = True, "crop"  # an ellipsis is not in every encoding
+        lines = Text.assemble(
+            f"{before}  ",
+            (full * done, "bar.complete"),
+            empty * (size - done),
+            styled(f"  {after}\n  {below}", "", self._console.encoding),
+        )
+        lines.no_wrap = True
+        lines.overflow = "crop"  # an ellipsis is not in every encoding
         self._bar.update(lines, refresh=True)
         self._due = time.monotonic() + REDRAW
 
@@ -162,15 +182,20 @@ class Display:
 
 def header_lines(facts: Record) -> Iterator[str]:
     """Yield lines on the network, the data and the hardware of a run."""
-    ranks, hosts, shards = facts["ranks"], len(facts["hosts"]), facts["shards"]
+    ranks = facts["ranks"]
+    hosts = len(facts["hosts"])
     network = [
         facts["model"],
         counted(facts["parameters"], "parameter"),
-        counted(ranks, "rank") + (f" on {hosts} hosts" if hosts > 1 else ""),
-        counted(shards, "shard") if shards != ranks else "",
+        counted(ranks, "rank"),
     ]
+    if hosts > 1:
+        network[-1] += f" on {hosts} hosts"
+    if facts["shards"] != ranks:
+        network.append(counted(facts["shards"], "shard"))
     yield f"Run {facts['name']}: {_joined(network)}"
-    pack, epochs = os.path.basename(facts["pack"]), counted(facts["epochs"], "epoch")
+    pack = os.path.basename(facts["pack"])
+    epochs = counted(facts["epochs"], "epoch")
     rows = _joined(f"{number:,} {split}" for split, number in facts["rows"].items() if number)
     steps = counted(facts["steps_per_epoch"], "step")
     yield f"  {pack}: {rows}; mini-batch {facts['batch_size']:,}; {epochs} of {steps}"
@@ -182,15 +207,22 @@ def header_lines(facts: Record) -> Iterator[str]:
 
 def figures(record: Record) -> str:
     """Return loss, accuracy and speed in columns, without those that are None."""
-    loss, speed = record.get("loss"), record.get("images_per_second")
-    shares = {"accuracy": record.get("accuracy"), "balanced": record.get("balanced_accuracy")}
-    shares |= record.get("metrics") or {}
-    columns = [
-        "" if loss is None else f"loss {short_number(loss):>8}",
-        *(f"{name} {value:.4f}" for name, value in shares.items() if value is not None),
-        "" if speed is None else f"{rate(speed):>7} images/s",
-    ]
-    return _joined(columns, "  ")
+    loss = record.get("loss")
+    speed = record.get("images_per_second")
+    shares = {
+        "accuracy": record.get("accuracy"),
+        "balanced": record.get("balanced_accuracy"),
+        **(record.get("metrics") or {}),
+    }
+    columns = []
+    if loss is not None:
+        columns.append(f"loss {short_number(loss):>8}")
+    for name, value in shares.items():
+        if value is not None:
+            columns.append(f"{name} {value:.4f}")
+    if speed is not None:
+        columns.append(f"{rate(speed):>7} images/s")
+    return _joined(columns, separator="  ")
 
 
 def summary_lines(record: Record, test: str) -> Iterator[str]:
@@ -215,18 +247,30 @@ def cost_lines(costs: Record) -> Iterator[str]:
 
 def state_lines(history: History, costs: Record) -> Iterator[str]:
     """Yield how far a run is, its last results, how its time is spent, and what trains."""
-    step, known, best = history.step, history.facts, history.best_validation()._asdict()
+    step = history.step
+    facts = history.facts
     if step:
-        epochs, steps = known.get("epochs"), history.total_steps
-        total = f"{steps:,}" if steps else "?"
-        yield f"epoch {step.get('epoch')} of {epochs or '?'}, step {step['step']:,} of {total}"
-    for name, record in {"training": step, **history.evaluated, "best validation": best}.items():
-        if text := figures(record):
+        epochs = facts.get("epochs") or "?"
+        total = f"{history.total_steps:,}" if history.total_steps else "?"
+        yield f"epoch {step.get('epoch')} of {epochs}, step {step['step']:,} of {total}"
+    records = {
+        "training": step,
+        **history.evaluated,
+        "best validation": history.best_validation()._asdict(),
+    }
+    for name, record in records.items():
+        text = figures(record)
+        if text:
             yield f"{name} {' '.join(text.split())}"
     yield from cost_lines(costs)
-    if known:
-        ranks = counted(known.get("ranks"), "rank")
-        yield _joined([known.get("model", ""), ranks, known.get("device", "")])
+    if facts:
+        yield _joined(
+            [
+                facts.get("model", ""),
+                counted(facts.get("ranks"), "rank"),
+                facts.get("device", ""),
+            ]
+        )
     if history.lost:
         yield f"{counted(history.lost, 'line')} of the record cannot be read: {history.problem}"
 

@@ -32,10 +32,18 @@ from hpctrain.report.history import History
 from hpctrain.report.record import is_count
 from hpctrain.text import brief, parse_json, say, short_number
 
-BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
+BLUE = "#0072b2"  # of the colour-blind-safe palette of Okabe and Ito, as the next one
+VERMILLION = "#d55e00"
 SUFFIXES = (".png", ".svg", ".pdf")
-STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
-STYLE |= {"legend.frameon": False, "lines.linewidth": 1.3, "lines.markersize": 4}
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 4,
+}
 FILE = "training.png"
 CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file name
 APART = 6  # runs that have columns of their own
@@ -43,10 +51,16 @@ NAMES = 30  # in a column of a legend
 FIRST = "accuracy", "loss"  # panels, from the top
 OWN = "metrics_", "balanced_accuracy"  # columns of validations: figures of --metric, and more
 DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
-DOTS: dict[str, Any] = {"linestyle": "none", "marker": "o", "zorder": 3}
-DOTS |= {"markeredgecolor": "black", "markeredgewidth": 0.4}
-NUMBERED, NAMED = 16, 40  # most classes of a matrix whose cells show counts, whose axes show names
-Found = TypeVar("Found")
+DOTS: dict[str, Any] = {
+    "linestyle": "none",
+    "marker": "o",
+    "zorder": 3,
+    "markeredgecolor": "black",
+    "markeredgewidth": 0.4,
+}
+NUMBERED = 16  # most classes of a matrix whose cells show counts
+NAMED = 40  # most classes of a matrix whose axes show names
+T = TypeVar("T")
 
 
 class RunCurves(NamedTuple):
@@ -62,19 +76,26 @@ class RunCurves(NamedTuple):
 
 def main(settings: PlotConfig) -> int:
     """Write the figures; print their paths and what they show."""
-    found = [find_folder(target, settings.runs_dir) for target in settings.targets]
-    folder = found[0] if len(found) == 1 else Path(settings.runs_dir)
+    targets = [find_folder(target, settings.runs_dir) for target in settings.targets]
+    folder = targets[0] if len(targets) == 1 else Path(settings.runs_dir)
     path = Path(settings.output or folder / FILE)
     check_name(path, "--output")
-    folders = list(dict.fromkeys(run for each in found for run in sweep_runs(each)))
+    folders = list(dict.fromkeys(run for target in targets for run in sweep_runs(target)))
     if not folders:
         raise UsageError(f"{settings.targets[0]}: none of its runs has begun yet")
-    runs = dict(zip(distinct_names([each.resolve() for each in folders]), folders, strict=True))
+    names = distinct_names([folder.resolve() for folder in folders])
+    runs = dict(zip(names, folders, strict=True))
     networks = read_each(read_curves, runs)
-    read = partial(read_confusion, split=settings.split)
-    matrices = read_each(read, runs) if settings.confusion else []
+    matrices: list[ConfusionMatrix] = []
+    if settings.confusion:
+        matrices = read_each(partial(read_confusion, split=settings.split), runs)
     panels = list(dict.fromkeys(name for network in networks for name in network.curves))
-    save(plot_training(networks, panels, settings.overlay or len(networks) > APART), path)
+    figure = plot_training(
+        networks,
+        panels,
+        overlay=settings.overlay or len(networks) > APART,
+    )
+    save(figure, path)
     say(f"{path}: {' and '.join(panels)} by epoch")
     if matrices:
         second = path.with_stem(path.stem + CONFUSION)
@@ -83,23 +104,26 @@ def main(settings: PlotConfig) -> int:
     return 0
 
 
-def read_each(read: Callable[[str, Path], Found], runs: dict[str, Path]) -> list[Found]:
+def read_each(
+    read: Callable[[str, Path], T],
+    runs: dict[str, Path],
+) -> list[T]:
     """Return what is read of each run; print why one has nothing, unless all have nothing.
 
     Then raises UsageError.
     """
-    found: list[Found] = []
+    contents: list[T] = []
     errors: list[UsageError] = []
     for name, folder in runs.items():
         try:
-            found.append(read(name, folder))
+            contents.append(read(name, folder))
         except UsageError as error:
             errors.append(error)
-    if not found:
+    if not contents:
         raise errors[0]
-    for each in errors:
-        say(f"left out: {each}")
-    return found
+    for left_out in errors:
+        say(f"left out: {left_out}")
+    return contents
 
 
 def read_curves(name: str, folder: Path) -> RunCurves:
@@ -107,44 +131,75 @@ def read_curves(name: str, folder: Path) -> RunCurves:
 
     Raises UsageError if there are none.
     """
-    history, curves = History.read(folder), {}
+    history = History.read(folder)
     per_epoch = history.facts.get("steps_per_epoch") or 1  # unknown: nothing is recorded yet
-    own = [name for name in history.evaluations if name.startswith(OWN)]
-    for column in (*FIRST, *own):
-        scale = 100 if column == "accuracy" else 1
-        units = {"epochs": 1.0, "training": per_epoch, "validation": per_epoch}
-        epochs, steps, validation = (
-            np.reshape([(x / unit, scale * y) for x, y in history.curve(column, split)], (-1, 2))
-            for split, unit in units.items()
-        )
-        both = epochs if len(epochs) > 1 else steps, validation
-        if any(map(len, both)):
-            curves[column.removeprefix(OWN[0]).replace("_", " ")] = both
+    more = [name for name in history.evaluations if name.startswith(OWN)]
+    curves = {}
+    for column in (*FIRST, *more):
+        training = _points(history, column, "epochs", 1.0)
+        if len(training) < 2:
+            training = _points(history, column, "training", per_epoch)
+        validation = _points(history, column, "validation", per_epoch)
+        if len(training) or len(validation):
+            name_of_panel = column.removeprefix(OWN[0]).replace("_", " ")
+            curves[name_of_panel] = (training, validation)
     if not curves:
         raise UsageError(f"{name} has recorded nothing to plot yet")
     loss, accuracy = history.test
-    result = "" if loss is None else f"test loss {short_number(loss)}"
-    result = result if accuracy is None else f"test accuracy {100 * accuracy:.2f} %"
+    result = ""
+    if accuracy is not None:
+        result = f"test accuracy {100 * accuracy:.2f} %"
+    elif loss is not None:
+        result = f"test loss {short_number(loss)}"
     outcome = history.outcome()
-    status = "" if outcome.status == Status.DONE else outcome.status or "not finished"
+    status = ""
+    if outcome.status != Status.DONE:
+        status = outcome.status or "not finished"
     summary = ", ".join(filter(None, [status, result])) or Status.DONE
     if status:
         say(f"{name}: {outcome.reason or summary}")
     return RunCurves(name, summary, curves)
 
 
-def plot_training(networks: Sequence[RunCurves], panels: Sequence[str], overlay: bool) -> Any:
+def _points(
+    history: History,
+    column: str,
+    split: str,
+    unit: float,
+) -> np.ndarray:
+    """Return a curve (n, 2), by so many steps or epochs as a `unit`, accuracies in percent."""
+    scale = 100 if column == "accuracy" else 1
+    points = [(x / unit, scale * y) for x, y in history.curve(column, split)]
+    return np.reshape(points, (-1, 2))
+
+
+def plot_training(
+    networks: Sequence[RunCurves],
+    panels: Sequence[str],
+    overlay: bool,
+) -> Any:
     """Return a figure of these networks with these panels, from the top."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
-    columns = 1 if overlay else len(networks)
-    across, high = (6.0, 2.7) if columns == 1 else (2.5, 2.2)
-    beside = -(-len(networks) // NAMES) if overlay else 0  # columns of the legend
-    figure = empty_figure(0.6 + across * columns + 4.4 * beside, 1.1 + high * len(panels))
-    grid = figure.subplots(len(panels), columns, sharex=True, sharey="row", squeeze=False)
+    columns = len(networks)
+    beside = 0  # columns of the legend
     turbo = colormaps["turbo"](np.linspace(0.05, 0.95, len(networks)))
-    colours = [(each, each) if overlay else (BLUE, VERMILLION) for each in turbo]
+    colours = [(BLUE, VERMILLION)] * len(networks)  # of training and validation
+    if overlay:
+        columns = 1
+        beside = -(-len(networks) // NAMES)
+        colours = [(colour, colour) for colour in turbo]
+    across = 6.0 if columns == 1 else 2.5  # inches of a panel
+    high = 2.7 if columns == 1 else 2.2
+    figure = empty_figure(0.6 + across * columns + 4.4 * beside, 1.1 + high * len(panels))
+    grid = figure.subplots(
+        len(panels),
+        columns,
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+    )
     for row, name in zip(grid, panels, strict=True):
         curves: list[np.ndarray] = []
         for number, network in enumerate(networks):
@@ -152,34 +207,56 @@ def plot_training(networks: Sequence[RunCurves], panels: Sequence[str], overlay:
             for curve, colour, look in looks:
                 if len(curve):
                     curves.append(curve)
-                    size = 2.4 if overlay or len(curve) > 100 else 4
-                    look = look | {"color": colour, "markersize": size, "clip_on": overlay}
-                    row[number % columns].plot(*curve.T, **look)  # unclipped: at the edge is 100 %
+                    row[number % columns].plot(
+                        *curve.T,
+                        **look,
+                        color=colour,
+                        markersize=2.4 if overlay or len(curve) > 100 else 4,
+                        clip_on=overlay,  # else a marker at the edge, as of 100 %, is whole
+                    )
         _set_axes(row, name, curves, overlay)
     grid[0, 0].set_xlim(left=0)
     grid[0, 0].locator_params(axis="x", integer=True)
     for axes in grid[-1]:
         axes.set_xlabel("epoch")
     if overlay:
-        labels = [f"{_label(each.name, 30)}: {each.summary}" for each in networks]
-        handles = [Line2D([], [], color=c, label=t) for c, t in zip(turbo, labels, strict=True)]
-        place = {"loc": "outside right upper", "title": "lines: training, dots: validation"}
-        figure.legend(handles=handles, ncols=beside, fontsize=8, **place)
+        figure.legend(
+            handles=[
+                Line2D(
+                    [],
+                    [],
+                    color=colour,
+                    label=f"{_label(network.name, 30)}: {network.summary}",
+                )
+                for network, colour in zip(networks, turbo, strict=True)
+            ],
+            ncols=beside,
+            fontsize=8,
+            loc="outside right upper",
+            title="lines: training, dots: validation",
+        )
         return figure
+    longest = 80 if columns == 1 else 30
     for axes, network in zip(grid[0], networks, strict=True):
-        axes.set_title(f"{_label(network.name, 80 if columns == 1 else 30)}\n{network.summary}")
+        axes.set_title(f"{_label(network.name, longest)}\n{network.summary}")
     handles = [Line2D([], [], color=BLUE, label="training")]
-    if any(len(dots) for each in networks for _, dots in each.curves.values()):
+    if any(len(dots) for network in networks for _, dots in network.curves.values()):
         handles.append(Line2D([], [], **DOTS, color=VERMILLION, label="validation"))
     figure.legend(handles=handles, loc="outside upper center", ncols=2)
     return figure
 
 
-def _set_axes(row: Sequence[Any], name: str, curves: list[np.ndarray], overlay: bool) -> None:
+def _set_axes(
+    row: Sequence[Any],
+    name: str,
+    curves: list[np.ndarray],
+    overlay: bool,
+) -> None:
     """Set limits, ticks and labels of the panels of a field, which share their axes."""
     begin = 0.5 if overlay else 0.0  # what part of each curve need not be visible
-    values = np.concatenate([c[c[:, 0] >= begin * c[-1, 0], 1] for c in curves])
-    low, high = float(values.min()), float(values.max())
+    visible = [curve[curve[:, 0] >= begin * curve[-1, 0], 1] for curve in curves]
+    low = min(float(values.min()) for values in visible)
+    high = max(float(values.max()) for values in visible)
     if name == "loss" and high > DIVERGED * np.median([curve[0, 1] for curve in curves]):
         row[0].set_yscale("log", nonpositive="mask")  # or a line to 0 leaves the panel
     elif overlay:
@@ -200,29 +277,41 @@ def _label(name: str, most: int) -> str:
     return brief(name, most).replace("$", r"\$")
 
 
-ConfusionMatrix = tuple[str, list[str], np.ndarray]  # name of the run, K classes, counts (K, K)
+class ConfusionMatrix(NamedTuple):
+    """The confusion matrix of one run."""
+
+    name: str
+    classes: list[str]  # (K,)
+    counts: np.ndarray  # (K, K) int64, true classes by row
 
 
-def read_confusion(name: str, folder: Path, split: str) -> ConfusionMatrix:
+def read_confusion(
+    name: str,
+    folder: Path,
+    split: str,
+) -> ConfusionMatrix:
     """Read the confusion matrix that a run or ``evaluate --output`` wrote into the run's folder.
 
     Raises UsageError if there is none.
     """
     path = evaluation_file(folder, split)
     try:
-        found = parse_json(path.read_bytes())
-        classes, counts = found["classes"], found["confusion"]
-        if not isinstance(classes, list) or not all(isinstance(each, str) for each in classes):
+        evaluation = parse_json(path.read_bytes())
+        classes = evaluation["classes"]
+        counts = evaluation["confusion"]
+        if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes):
             raise ValueError("its classes are no texts")
         if counts is not None:
-            return name, classes, _table_of_counts(counts, len(classes))
+            return ConfusionMatrix(name, classes, _table_of_counts(counts, len(classes)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         command = f"hpctrain evaluate {shlex.quote(str(folder))} --split {split}"
         raise UsageError(
             f"{name} has no confusion matrix of the split {split} ({error}); this makes it:"
             f" {command} --output {shlex.quote(str(path))}"
         ) from error
-    why = f"it has {len(classes):,} classes" if len(classes) > 1 else "it restores images"
+    why = "it restores images"
+    if len(classes) > 1:
+        why = f"it has {len(classes):,} classes"
     raise UsageError(f"{name} has no confusion matrix: {why}")
 
 
@@ -240,32 +329,64 @@ def plot_confusion(networks: Sequence[ConfusionMatrix], split: str) -> Any:
 
     columns = min(len(networks), 3)
     rows = -(-len(networks) // columns)
-    most = max(len(classes) for _, classes, _ in networks)
-    side = max(3.2, 0.34 * most + 1.0) if most <= NUMBERED else 6.0
+    most = max(len(network.classes) for network in networks)
+    side = 6.0  # inches
+    if most <= NUMBERED:
+        side = max(3.2, 0.34 * most + 1.0)
     figure = empty_figure(side * columns, (side + 0.5) * rows + 0.6, "compressed")
-    for number, (name, classes, counts) in enumerate(networks, start=1):
+    for number, network in enumerate(networks, start=1):
         axes = figure.add_subplot(rows, columns, number)
+        counts = network.counts
         shares = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
         shade = PowerNorm(0.5, 0, 100)  # makes rare confusions visible
         image = axes.imshow(shares, cmap="Blues", norm=shade)
-        for i, j in np.argwhere(counts) if len(classes) <= NUMBERED else ():
-            ink, size = "white" if shares[i, j] > 35 else "black", 6 if counts.max() > 9999 else 7
-            axes.text(j, i, counts[i, j], ha="center", va="center", color=ink, fontsize=size)
-        if len(classes) <= NAMED:
-            labels = [_label(each, 22) for each in classes]
+        if len(network.classes) <= NUMBERED:
+            _write_counts(axes, counts, shares)
+        if len(network.classes) <= NAMED:
+            labels = [_label(name, 22) for name in network.classes]
             turned = 90 if max(map(len, labels)) > 3 else 0
             axes.set_xticks(range(len(labels)), labels, rotation=turned)
             axes.set_yticks(range(len(labels)), labels)
-            axes.tick_params(labelsize=8 if len(classes) <= NUMBERED else 6)
+            axes.tick_params(labelsize=8 if len(labels) <= NUMBERED else 6)
         axes.set(xlabel="predicted class", ylabel="true class")
-        right, total = 100.0 * np.trace(counts) / max(counts.sum(), 1), counts.sum()
-        axes.set_title(f"{_label(name, 40)}\n{split}: {right:.2f} % of {total:,}")
-    place = {"ax": figure.axes, "location": "bottom", "shrink": 0.6, "aspect": 30}
-    figure.colorbar(image, label="share of the true class (%)", **place)
+        total = counts.sum()
+        right = 100.0 * np.trace(counts) / max(total, 1)
+        axes.set_title(f"{_label(network.name, 40)}\n{split}: {right:.2f} % of {total:,}")
+    figure.colorbar(
+        image,
+        label="share of the true class (%)",
+        ax=figure.axes,
+        location="bottom",
+        shrink=0.6,
+        aspect=30,
+    )
     return figure
 
 
-def empty_figure(width: float, height: float, layout: Any = "constrained") -> Any:
+def _write_counts(
+    axes: Any,
+    counts: np.ndarray,
+    shares: np.ndarray,
+) -> None:
+    """Write the counts that are not 0 into their cells."""
+    size = 6 if counts.max() > 9999 else 7
+    for i, j in np.argwhere(counts):
+        axes.text(
+            j,
+            i,
+            counts[i, j],
+            ha="center",
+            va="center",
+            color="white" if shares[i, j] > 35 else "black",
+            fontsize=size,
+        )
+
+
+def empty_figure(
+    width: float,
+    height: float,
+    layout: Any = "constrained",
+) -> Any:
     """Return an empty figure of `width` by `height` inches; `layout` is that of matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which may need a window system
@@ -288,4 +409,8 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure atomically, in the format of the path's suffix. Raises RunError."""
     with writing(path), warnings.catch_warnings(), whole_file(path) as file:
         warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
-        figure.savefig(file, format=path.suffix.lower().lstrip("."), dpi=150)
+        figure.savefig(
+            file,
+            format=path.suffix.lower().lstrip("."),
+            dpi=150,
+        )

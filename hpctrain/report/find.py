@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.report.history import History
-from hpctrain.report.metrics import metrics_of
+from hpctrain.report.metrics import Metrics, metrics_of
 from hpctrain.report.record import FILE_NAME
 
 SETTINGS_FILE = "config.toml"  # the settings of a run
@@ -38,7 +39,9 @@ def propose_run(target: str, runs_dir: str) -> str:
 
 def all_names(runs_dir: str) -> list[str]:
     """Return the names of all runs and sweeps in `runs_dir`, sorted; none if there is no folder."""
-    return sorted({p.parent.name for name in MARKERS for p in Path(runs_dir).glob(f"*/{name}")})
+    return sorted(
+        {path.parent.name for name in MARKERS for path in Path(runs_dir).glob(f"*/{name}")}
+    )
 
 
 def sweep_runs(folder: Path) -> list[Path]:
@@ -51,7 +54,13 @@ def sweep_runs(folder: Path) -> list[Path]:
 def distinct_names(folders: Sequence[Path]) -> list[str]:
     """Return a distinct name per folder: its own, with its parent's if several have the same."""
     counts = Counter(folder.name for folder in folders)
-    return [f"{f.parent.name}/{f.name}" if counts[f.name] > 1 else f.name for f in folders]
+    names = []
+    for folder in folders:
+        name = folder.name
+        if counts[name] > 1:
+            name = f"{folder.parent.name}/{name}"
+        names.append(name)
+    return names
 
 
 def evaluation_file(folder: Path, split: str) -> Path:
@@ -68,23 +77,36 @@ def ranked_runs(sweep: Path) -> list[tuple[Path, str]]:
     """
     folders = [folder for folder in sweep_runs(sweep) if (folder / NETWORK_FILE).is_file()]
     histories = [History.read(folder, "none") for folder in folders]
-    settings = [history.facts.get("settings") or {} for history in histories]
-    accurate = all(each.get("task", "classify") == "classify" for each in settings)
-    split, found = "training", [history.training for history in histories]
+    tasks = {_settings_of(history).get("task", "classify") for history in histories}
+    by_accuracy = tasks <= {"classify"}
+    split = "training"
+    metrics = [history.training for history in histories]
     if any("validation" in history.evaluated for history in histories):
         split = "validation"
-        for number, (history, own) in enumerate(zip(histories, settings, strict=True)):
-            last = metrics_of(history.evaluated.get("validation", {}))
-            is_best = own.get("final") == "best"
-            found[number] = history.best(by_accuracy=False) if is_best else last
-    ranked = []
-    for run, metrics in sorted(
-        zip(folders, found, strict=True), key=lambda each: -each[1].score(accurate)
-    ):
-        value = metrics.accuracy if accurate else metrics.loss
-        what = f"{split} {'accuracy' if accurate else 'loss'}"
-        ranked.append((run, f"{what} {'unknown' if value is None else format(value, '.4g')}"))
-    return ranked
+        metrics = [_validation_of_saved(history) for history in histories]
+    ranked = sorted(
+        zip(folders, metrics, strict=True),
+        key=lambda pair: -pair[1].score(by_accuracy),
+    )
+    name = "accuracy" if by_accuracy else "loss"
+    return [(run, f"{split} {name} {_short(getattr(of_run, name))}") for run, of_run in ranked]
+
+
+def _settings_of(history: History) -> Mapping[str, Any]:
+    return history.facts.get("settings") or {}
+
+
+def _validation_of_saved(history: History) -> Metrics:
+    """Return the validation of the saved weights."""
+    if _settings_of(history).get("final") == "best":
+        return history.best(by_accuracy=False)
+    return metrics_of(history.evaluated.get("validation", {}))
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.4g}"
 
 
 def best_file(folder: Path, step: int) -> Path:
@@ -99,5 +121,5 @@ def best_steps(folder: Path) -> list[int]:
 
 def checkpoint_steps(folder: Path, prefix: str = "") -> list[int]:
     """Return the steps of the checkpoints in a folder, intact or not, in ascending order."""
-    names = (path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}*.safetensors"))
+    names = [path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}*.safetensors")]
     return sorted(int(name) for name in names if name.isdecimal())

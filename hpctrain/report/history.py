@@ -38,7 +38,12 @@ RECENT = 50  # steps over which speeds and shares are computed
 MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 LARGEST_DRAWN = 1e300
 MOST_NOTES = 5  # kept in a history
-COUNTS = {name for fields in FIELDS.values() for name, each in fields.items() if each.type is int}
+COUNTS = {
+    name
+    for fields in FIELDS.values()
+    for name, field_of_kind in fields.items()
+    if field_of_kind.type is int
+}
 
 Table = dict[str, "np.ndarray"]  # columns by name
 Point = tuple[float, float]  # of a curve: means of step and value
@@ -56,8 +61,13 @@ class Launch:
     @property
     def outcome(self) -> Outcome:
         """How the launch ended, according to its end record; see `History.outcome`."""
-        end = self.end
-        return Outcome(end["status"], end.get("reason"), time_of(end)) if end else Outcome()
+        if not self.end:
+            return Outcome()
+        return Outcome(
+            status=self.end["status"],
+            reason=self.end.get("reason"),
+            time=time_of(self.end),
+        )
 
 
 class Columns:
@@ -120,7 +130,9 @@ class History:
     """
 
     def __init__(self, folder: Path, steps: str = "all") -> None:
-        self.folder, self.path, self._mode = folder, folder / FILE_NAME, steps
+        self.folder = folder
+        self.path = folder / FILE_NAME
+        self._mode = steps
         self.version = 0  # incremented with every change
         self._reset()
 
@@ -165,19 +177,22 @@ class History:
             with open(self.path, "rb") as file:
                 self._read(file)
         except OSError as error:
-            is_missing = isinstance(error, FileNotFoundError)
-            problem = None if is_missing else f"cannot read {self.path}: {error.strerror}"
+            problem = None
+            if not isinstance(error, FileNotFoundError):
+                problem = f"cannot read {self.path}: {error.strerror}"
             if self._position or problem != self.problem:
                 self._reset()
             self.problem = problem
         return self.version != before
 
     def _read(self, file: BinaryIO) -> None:
-        descriptor, known = file.fileno(), len(self._tail)
-        is_other = os.pread(descriptor, known, self._position - known) != self._tail
+        descriptor = file.fileno()
+        length = len(self._tail)
+        is_other = os.pread(descriptor, length, self._position - length) != self._tail
         if is_other or (self.problem and not self.lost):
             self._reset()
-        size, began = os.fstat(descriptor).st_size, self._position
+        size = os.fstat(descriptor).st_size
+        began = self._position
         every = 1 + (size - began) // STEP_BYTES // SAMPLE
         file.seek(began)
         for line in file:
@@ -199,9 +214,11 @@ class History:
 
     def _add(self, record: Record) -> None:
         if record["kind"] == "run":
-            self.launch, self.facts = Launch(), record
+            self.launch = Launch()
+            self.facts = record
             self._recent.clear()
-        launch, now = self.launch, time_of(record)
+        launch = self.launch
+        now = time_of(record)
         launch.began = launch.began or now
         self.seconds += now - (launch.latest or now)
         launch.latest = now
@@ -214,7 +231,8 @@ class History:
                 if self._mode == "sampled" and self._steps.rows > 2 * SAMPLE:
                     self._steps.thin()
             case "epoch":
-                self.completed, self.training = record["epoch"], metrics_of(record)
+                self.completed = record["epoch"]
+                self.training = metrics_of(record)
                 self._epochs.append(record)
             case "evaluation":
                 self.evaluated[record["split"]] = record
@@ -239,9 +257,11 @@ class History:
         """The evaluations of all splits, see the column ``split``."""
         import numpy as np
 
-        found = Columns(self._evaluations).table()
-        splits = np.array([record["split"] for record in self._evaluations], object)
-        return {"split": splits, **found} if found else {}
+        table = Columns(self._evaluations).table()
+        if not table:
+            return {}
+        splits = [record["split"] for record in self._evaluations]
+        return {"split": np.array(splits, object), **table}
 
     def __iter__(self) -> Iterator[Table]:
         """Yield the tables of steps, epochs and evaluations."""
@@ -262,18 +282,23 @@ class History:
         `split` is "training" (means over mini-batches), one of `evaluated`, or "epochs": then the
         values are those of the epochs, by epoch.
         """
-        found, by = self._steps, "step"
+        by = "step"
+        columns = self._steps
         if split == "epochs":
-            found, by = Columns(self._epochs), "epoch"
+            by = "epoch"
+            columns = Columns(self._epochs)
         elif split != "training":
-            found = Columns(each for each in self._evaluations if each["split"] == split)
-        if name not in found.by_name:
+            columns = Columns(record for record in self._evaluations if record["split"] == split)
+        if name not in columns.by_name:
             return []
-        pairs = zip(found.by_name[by], found.by_name[name], strict=True)
+        pairs = zip(columns.by_name[by], columns.by_name[name], strict=True)
         rows = [(x, y) for x, y in pairs if abs(y) <= LARGEST_DRAWN]
         width = -(-len(rows) // MOST_POINTS) or 1
-        parts = (zip(*rows[at : at + width], strict=True) for at in range(0, len(rows), width))
-        return [(fmean(steps), fmean(values)) for steps, values in parts]
+        points = []
+        for begin in range(0, len(rows), width):
+            steps, values = zip(*rows[begin : begin + width], strict=True)
+            points.append((fmean(steps), fmean(values)))
+        return points
 
     def outcome(self, over: bool = False) -> Outcome:
         """Return how the last launch ended; an empty outcome if unknown.
@@ -293,7 +318,9 @@ class History:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if unknown."""
-        return (self.facts.get("epochs") or 0) * (self.facts.get("steps_per_epoch") or 0) or None
+        epochs = self.facts.get("epochs") or 0
+        steps_per_epoch = self.facts.get("steps_per_epoch") or 0
+        return epochs * steps_per_epoch or None
 
     @property
     def test(self) -> Metrics:
@@ -309,7 +336,10 @@ class History:
 
     def best_validation(self) -> Metrics:
         """Return the smallest loss and the largest accuracy of all validations."""
-        return Metrics(self.best(False).loss, self.best(True).accuracy)
+        return Metrics(
+            loss=self.best(by_accuracy=False).loss,
+            accuracy=self.best(by_accuracy=True).accuracy,
+        )
 
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation: nothing is recorded then."""
@@ -319,7 +349,9 @@ class History:
 
     def seconds_left(self) -> float | None:
         """Estimate the seconds to the last step, at the pace of this launch; None if unknown."""
-        first, last, steps = self.launch.first_step, self.step, self.total_steps
+        first = self.launch.first_step
+        last = self.step
+        steps = self.total_steps
         if not steps or not first or last["step"] <= first["step"]:
             return None
         seconds = time_of(last) - time_of(first)

@@ -55,7 +55,9 @@ class Field(NamedTuple):
     @property
     def check(self) -> Callable[[Any], bool]:
         """A function that returns whether a value, as JSON gives it, is one of this field."""
-        check = is_share if self.is_share else CHECKS[self.type]
+        check = CHECKS[self.type]
+        if self.is_share:
+            check = is_share
         if not self.is_object:
             return check
         return lambda value: (
@@ -96,8 +98,11 @@ NUMBERS = (float, int)
 LARGEST = sys.float_info.max
 LARGEST_COUNT = 2**63 - 1
 
-COUNT, NUMBER, TEXT = Field(int), Field(float), Field(str)
-EXACT_COUNT, EXACT_TEXT = Field(int, deterministic=True), Field(str, deterministic=True)
+COUNT = Field(int)
+NUMBER = Field(float)
+TEXT = Field(str)
+EXACT_COUNT = Field(int, deterministic=True)
+EXACT_TEXT = Field(str, deterministic=True)
 METRIC = Field(float, deterministic=True, scalar=True)
 ACCURACY = Field(float, deterministic=True, scalar=True, is_share=True)
 
@@ -207,10 +212,13 @@ class Recorder:
 
         A "run" is a launch and comes first; see `note` and `end` for these kinds.
         """
-        if kind not in ("run", "end") and (unknown := sorted(fields.keys() - FIELDS[kind].keys())):
-            raise ValueError(f"a {kind} has no field {unknown[0]}: add it to report/record.py")
+        if kind not in ("run", "end"):
+            unknown = sorted(fields.keys() - FIELDS[kind].keys())
+            if unknown:
+                raise ValueError(f"a {kind} has no field {unknown[0]}: add it to report/record.py")
         if kind == "run":
-            self._started, self._costs = time.monotonic(), Costs(fields)
+            self._started = time.monotonic()
+            self._costs = Costs(fields)
             fields = {"format": FORMAT, **fields}
         elif kind == "step":
             self._costs.add(fields)
@@ -236,10 +244,18 @@ class Recorder:
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
         """Record how the run ended and how its time was spent."""
-        seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
+        seconds = 0.0
+        if self._started:
+            seconds = round(time.monotonic() - self._started, 3)
         self._started = 0.0
-        fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
-        self.write("end", **{**fields, **facts})
+        fields = {
+            "status": status,
+            "reason": reason,
+            "seconds": seconds,
+            **self._costs.facts(),
+            **facts,
+        }
+        self.write("end", **fields)
 
     def flush(self, last: bool = False) -> None:
         """Write the buffered records to the file; after the `last` ones, fsync and close it."""
@@ -281,7 +297,9 @@ class Recorder:
         if error is None:
             self.close()
             return
-        name = "" if isinstance(error, Failure) else type(error).__name__
+        name = type(error).__name__
+        if isinstance(error, Failure):
+            name = ""
         with suppress(RunError):  # the exception being handled matters more than its record
             if self._started:
                 self.end(Status.FAILED, ": ".join(filter(None, [name, str(error)])))
@@ -296,31 +314,39 @@ def encode_record(record: Record) -> bytes:
     try:
         text = _ENCODER.encode(record)
     except ValueError:  # a number that JSON cannot hold
-        found: list[str] = []
-        text = _ENCODER.encode({**without_nonfinite(record, found), "nonfinite": found})
+        nonfinite: list[str] = []
+        fields = without_nonfinite(record, nonfinite)
+        text = _ENCODER.encode({**fields, "nonfinite": nonfinite})
     return text.encode("ascii") + b"\n"
 
 
-def without_nonfinite(value: Any, found: list[str] | None = None, name: str = "") -> Any:
+def without_nonfinite(
+    value: Any,
+    names: list[str] | None = None,
+    name: str = "",
+) -> Any:
     """Copy a value for JSON, with None for NaN and infinity.
 
-    Their dotted names are appended to `found`; `name` is that of the value itself. Numbers of NumPy
+    Their dotted names are appended to `names`; `name` is that of the value itself. Numbers of NumPy
     and torch become Python's; paths, devices and the like str.
     """
     if isinstance(value, Mapping):
-        return {key: without_nonfinite(v, found, f"{name}.{key}") for key, v in value.items()}
+        return {key: without_nonfinite(part, names, f"{name}.{key}") for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nonfinite(v, found, f"{name}.{i}") for i, v in enumerate(value)]
+        return [without_nonfinite(part, names, f"{name}.{i}") for i, part in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        if found is not None:
-            found.append(name.removeprefix("."))
+        if names is not None:
+            names.append(name.removeprefix("."))
         return None
-    known = isinstance(value, str | int | float | None)
-    return value if known else without_nonfinite(_to_json_type(value), found, name)
+    if isinstance(value, str | int | float | None):
+        return value
+    return without_nonfinite(_to_json_type(value), names, name)
 
 
 def _to_json_type(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, default=_to_json_type)
@@ -357,7 +383,8 @@ def parse_record(line: bytes | str) -> dict[str, Any]:
         raise ValueError("no JSON: nested too deeply") from None
     if not isinstance(record, dict) or not {"kind", "time"} <= record.keys():
         raise ValueError("no JSON object with a kind and a time")
-    kind, time = record["kind"], record["time"]
+    kind = record["kind"]
+    time = record["time"]
     if not isinstance(time, str) or not isinstance(kind, str) or not is_text(kind):
         raise ValueError("its kind and its time must be texts")
     try:
@@ -422,7 +449,8 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
                 return record["status"] != Status.DONE
         return True
 
-    kept, lines = [], Lines()
+    kept = []
+    lines = Lines()
     with suppress(FileNotFoundError), open(folder / FILE_NAME, "rb") as file:
         for line in file:
             try:

@@ -22,11 +22,15 @@ class EventWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            need = "--tensorboard needs the package tensorboard: pip install tensorboard"
-            raise UsageError(need) from error
+            raise UsageError(
+                "--tensorboard needs the package tensorboard: pip install tensorboard"
+            ) from error
         self._what = f"TensorBoard events to {folder}"
         with writing(self._what):
-            self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
+            self._writer: Any = SummaryWriter(
+                str(folder),
+                purge_step=done + 1,
+            )
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the scalars of a step or an evaluation; other records have none."""
@@ -36,7 +40,11 @@ class EventWriter:
         with writing(self._what):
             for name, value in scalars.items():
                 if value is not None:
-                    self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+                    self._writer.add_scalar(
+                        f"{group}/{name}",
+                        value,
+                        record["step"],
+                    )
 
     def close(self) -> None:
         """Write queued events and close the file."""

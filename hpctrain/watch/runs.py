@@ -49,7 +49,8 @@ class WatchedRun:
     """One run: its history, and its state; the cells in it are those of `COLUMNS`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.name = folder, folder.name
+        self.folder = folder
+        self.name = folder.name
         self.history = History(folder, "sampled")
         self._lock = threading.RLock()  # of the history
         self._seen: dict[str, tuple[Any, float]] = {}  # states, and since when
@@ -63,8 +64,11 @@ class WatchedRun:
             self.state = self._describe(self._find_status(self.history))
 
     def _describe(self, condition: Condition) -> State:
-        history, costs = self.history, self.history.costs()
-        step, steps = history.step.get("step", 0), history.total_steps
+        history = self.history
+        costs = history.costs()
+        done = None
+        if history.total_steps:
+            done = history.step.get("step", 0) / history.total_steps
         last = metrics_of(history.evaluated.get("validation", {}))
         best = history.best(by_accuracy=last.accuracy is not None)
         return {
@@ -77,7 +81,7 @@ class WatchedRun:
             "cells": [
                 cell(self.name, str),
                 cell(condition.status, str),
-                cell(step / steps if steps else None, percent),
+                cell(done, percent),
                 *map(metrics_cell, (last, best, history.test)),
                 cell(costs.get("images_per_second"), rate),
             ],
@@ -93,10 +97,13 @@ class WatchedRun:
         """
         now = time.monotonic()
         if what not in self._seen:
-            self._seen[what] = state, now - max(time.time() - (written or math.inf), 0.0)
-        elif self._seen[what][0] != state:
-            self._seen[what] = state, now
-        return now - self._seen[what][1]
+            age = max(time.time() - (written or math.inf), 0.0)
+            self._seen[what] = (state, now - age)
+        before, since = self._seen[what]
+        if before == state:
+            return now - since
+        self._seen[what] = (state, now)
+        return 0.0
 
     def _find_status(self, history: History) -> Condition:
         """Return how the run is doing, by its folder, its record and the heartbeat of rank 0."""
@@ -156,23 +163,32 @@ class WatchedRun:
         """Return the curves of loss and accuracy, and their version; in a poll the last ones."""
         if self._lock.acquire(timeout=0.1):
             try:
-                history, splits = self.history, ("training", *self.history.evaluated)
-                if self._curves[0] != history.version:
-                    found = {
-                        name: {s: points for s in splits if (points := history.curve(name, s))}
-                        for name in ("loss", "accuracy")
-                    }
-                    self._curves = history.version, found
+                version, _ = self._curves
+                if version != self.history.version:
+                    curves = {name: self._curves_of(name) for name in ("loss", "accuracy")}
+                    self._curves = (self.history.version, curves)
             finally:
                 self._lock.release()
         return self._curves
 
+    def _curves_of(self, name: str) -> dict[str, list[Point]]:
+        """Return the curve of a figure in each split that has one."""
+        splits = ("training", *self.history.evaluated)
+        curves = {split: self.history.curve(name, split) for split in splits}
+        return {split: points for split, points in curves.items() if points}
 
-def cell(value: Any, text_of: Callable[[Any], str], sign: int = -1) -> Cell:
+
+def cell(
+    value: Any,
+    text_of: Callable[[Any], str],
+    sign: int = -1,
+) -> Cell:
     """Return a cell: large numbers come first, then texts, then what is unknown and thus empty."""
     if value is None:
         return "", (2, 0)
-    return text_of(value), (0, sign * value) if isinstance(value, int | float) else (1, str(value))
+    if isinstance(value, int | float):
+        return text_of(value), (0, sign * value)
+    return text_of(value), (1, str(value))
 
 
 def metrics_cell(metrics: Metrics) -> Cell:
@@ -187,7 +203,8 @@ class WatchedRuns:
 
     def __init__(self, targets: Sequence[str], runs_dir: str) -> None:
         """Find the runs. Raises UsageError if a folder is neither a run nor a sweep."""
-        self._targets, self._runs_dir = targets, runs_dir
+        self._targets = targets
+        self._runs_dir = runs_dir
         self.all: dict[str, WatchedRun] = {}  # by folder, in the order of the targets
         self._find()
 
@@ -197,11 +214,15 @@ class WatchedRuns:
         The settings that differ between the runs are columns, too; at their default they are empty.
         """
         states = [run.state for run in self.all.values()]
-        known = [state["settings"] for state in states if state["settings"]]
-        names = dict.fromkeys(name for settings in known for name in settings)
-        differing = [name for name in names if len({str(each.get(name)) for each in known}) > 1]
-        own = [[cell(each["settings"].get(name), str) for name in differing] for each in states]
-        rows = [one | {"cells": one["cells"] + more} for one, more in zip(states, own, strict=True)]
+        recorded = [state["settings"] for state in states if state["settings"]]
+        names = dict.fromkeys(name for settings in recorded for name in settings)
+        differing = [
+            name for name in names if len({str(settings.get(name)) for settings in recorded}) > 1
+        ]
+        rows = []
+        for state in states:
+            more = [cell(state["settings"].get(name), str) for name in differing]
+            rows.append(state | {"cells": [*state["cells"], *more]})
         columns = [*COLUMNS, *differing]
         if 0 <= sort < len(columns):
             rows.sort(key=lambda row: row["cells"][sort][1])
@@ -232,6 +253,7 @@ class WatchedRuns:
                     raise
             folders += find.sweep_runs(folder)
         self.all = {str(path): self.all.get(str(path)) or WatchedRun(path) for path in folders}
-        names = find.distinct_names([Path(key).absolute() for key in self.all])  # links: their own
+        places = [Path(key).absolute() for key in self.all]  # of a link its own
+        names = find.distinct_names(places)
         for run, name in zip(self.all.values(), names, strict=True):
             run.name = name

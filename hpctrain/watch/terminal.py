@@ -26,7 +26,7 @@ from hpctrain.outcome import Status
 from hpctrain.report.console import Console, make_console, styled
 from hpctrain.report.find import all_names
 from hpctrain.text import printable, say
-from hpctrain.watch.runs import Curves, Shown, State, WatchedRuns
+from hpctrain.watch.runs import Curves, State, WatchedRuns
 from hpctrain.watch.web import serve
 
 REDRAW_EVERY = 2.0  # seconds: a drawing takes 50 ms of a core that others use, too
@@ -49,20 +49,22 @@ def main(settings: WatchConfig) -> int:
 
     Without names, all runs are listed; with --web, shown.
     """
-    named = settings.targets or all_names(settings.runs_dir)
-    if not named:
+    names = settings.targets or all_names(settings.runs_dir)
+    if not names:
         raise UsageError(f"there is no run in {settings.runs_dir}")
-    runs, console = WatchedRuns(named, settings.runs_dir), make_console()
+    runs = WatchedRuns(names, settings.runs_dir)
+    console = make_console()
     if settings.web:
         return serve(runs, settings.port)
     if console.is_terminal and sys.stdin.isatty() and settings.targets and not settings.once:
         return show(runs)
     runs.poll()
-    _, rows = shown = runs.table()
+    columns, rows = runs.table()
     if rows and console.is_terminal:
-        console.print(table_of(console, shown))
+        console.print(table_of(console, columns, rows))
         return 0
-    for line in ["  ".join([row["name"], row["text"], *row["facts"]]) for row in rows] or [NO_RUN]:
+    lines = ["  ".join([row["name"], row["text"], *row["facts"]]) for row in rows]
+    for line in lines or [NO_RUN]:
         say(printable(line, newlines=False))
     return 0
 
@@ -70,60 +72,137 @@ def main(settings: WatchConfig) -> int:
 def show(runs: WatchedRuns) -> int:
     """Watch until q or Ctrl-C is pressed, or SIGTERM comes."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is restored
-    before, console = termios.tcgetattr(sys.stdin), Console()
-    keys, chosen, sort, message, pause = [""], "", -1, HELP, 0.5
+    before = termios.tcgetattr(sys.stdin)
+    screen = Screen(runs, Console())
     Thread(target=runs.follow, daemon=True).start()
     with suppress(KeyboardInterrupt), ExitStack() as stack:
         stack.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, before)
         tty.setcbreak(sys.stdin)
-        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+        live = Live(
+            console=screen.console,
+            screen=True,
+            auto_refresh=False,
+        )
+        stack.enter_context(live)
+        keys = [""]
+        pause = 0.5
         while "q" not in keys:
-            columns, rows = shown = runs.table(sort)
-            order = [row["key"] for row in rows] or [""]
-            at = order.index(chosen) if chosen in order else 0
-            run = runs.all.get(order[at])
-            screen = run and render(console, shown, at, run.curves()[1], message)
-            live.update(screen or Text(NO_RUN), refresh=True)
-            ready = select.select([sys.stdin], [], [], pause)[0]
-            text = os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
-            keys = re.findall(KEY, text) or ["q"] * len(ready)  # q: hung up
+            live.update(screen.draw(), refresh=True)
+            keys = read_keys(pause)
             for key in keys:
-                at = (at + MOVES.get(key, 0)) % len(order)
-                sort = (sort + 1) % len(columns) if key == "o" else sort
-                run = runs.all.get(order[at])  # it may have been moved away
-                message = run.stop() if run and key == "S" else HELP
-            chosen, pause = order[at], REDRAW_EVERY
+                screen.press(key)
+            pause = REDRAW_EVERY
     return 0
 
 
-def render(console: Console, shown: Shown, at: int, curves: Curves, message: str) -> Table:
+def read_keys(seconds: float) -> list[str]:
+    """Return the keys that were pressed, after so many seconds at most; q if there are no more."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    if not ready:
+        return []
+    text = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
+    return re.findall(KEY, text) or ["q"]  # hung up
+
+
+class Screen:
+    """What is shown of all runs, and of the one that is chosen."""
+
+    def __init__(self, runs: WatchedRuns, console: Console) -> None:
+        self.console = console
+        self._runs = runs
+        self._columns: list[str] = []
+        self._order: list[str] = [""]  # keys of the runs by row
+        self._at = 0  # the row of the run that is chosen
+        self._sort = -1  # the column by which the rows are sorted
+        self._message = HELP
+
+    def draw(self) -> Table | Text:
+        """Return a page of the table and what is known of the run that is chosen."""
+        chosen = self._order[self._at]
+        columns, rows = self._runs.table(self._sort)
+        self._columns = columns
+        self._order = [row["key"] for row in rows] or [""]
+        self._at = 0
+        if chosen in self._order:
+            self._at = self._order.index(chosen)
+        run = self._runs.all.get(self._order[self._at])
+        if run is None:
+            return Text(NO_RUN)
+        _, curves = run.curves()
+        return render(
+            self.console,
+            columns,
+            rows,
+            self._at,
+            curves,
+            self._message,
+        )
+
+    def press(self, key: str) -> None:
+        """Do what a key is for."""
+        self._at = (self._at + MOVES.get(key, 0)) % len(self._order)
+        if key == "o":
+            self._sort = (self._sort + 1) % len(self._columns)
+        self._message = HELP
+        run = self._runs.all.get(self._order[self._at])  # it may have been moved away
+        if run and key == "S":
+            self._message = run.stop()
+
+
+def render(
+    console: Console,
+    columns: list[str],
+    rows: list[State],
+    at: int,
+    curves: Curves,
+    message: str,
+) -> Table:
     """Return a page of the table, what is known of the run in row `at`, and a message."""
-    (columns, rows), (width, height) = shown, console.size
-    most, row = max(height // 3 - 2, 3), rows[at]
+    width, height = console.size
+    most = max(height // 3 - 2, 3)
+    row = rows[at]
     page = rows[at - at % most :][:most]
-    lines = [f"{row['name']}: {row['text']}", "; ".join(row["facts"]), *row["notes"]]
+    lines = [
+        f"{row['name']}: {row['text']}",
+        "; ".join(row["facts"]),
+        *row["notes"],
+    ]
     texts = styled("\n".join(lines)).wrap(console, width)[: max(height // 4, 4)]
     plots = draw(curves, width, max(height - len(page) - len(texts) - 2, 6))
     screen = Table.grid()
-    screen.add_row(table_of(console, (columns, page), row))
-    for text in (*texts, plots, styled(f"{message}   {at + 1} of {len(rows)}", "dim")):
+    screen.add_row(table_of(console, columns, page, row))
+    for text in texts:
         screen.add_row(text)
+    screen.add_row(plots)
+    screen.add_row(styled(f"{message}   {at + 1} of {len(rows)}", "dim"))
     return screen
 
 
-def table_of(console: Console, shown: Shown, chosen: State | None = None) -> Table:
+def table_of(
+    console: Console,
+    columns: list[str],
+    rows: list[State],
+    chosen: State | None = None,
+) -> Table:
     """Return a table of the leading columns that fit in the width of the console."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     room = console.width + 2  # no space after the last column
-    for title, *cells in zip(shown[0], *(row["cells"] for row in shown[1]), strict=True):
+    for title, *cells in zip(columns, *(row["cells"] for row in rows), strict=True):
         texts = [title, *(printable(text, newlines=False) for text, _ in cells)]
         room -= min(max(map(cell_len, texts)), NAME_WIDTH) + 2
         if room < 0 and table.columns:
             break
         table.add_column(title, no_wrap=True, max_width=NAME_WIDTH)
         table.columns[-1].justify = "left" if len(table.columns) < 3 else "right"
-    for row in shown[1]:
-        style = "reverse" if row is chosen else STYLES.get(row["status"], "")
+    for row in rows:
+        style = STYLES.get(row["status"], "")
+        if row is chosen:
+            style = "reverse"
         table.add_row(*(text for text, _ in row["cells"][: len(table.columns)]), style=style)
     return table
 
@@ -144,7 +223,17 @@ def draw(curves: Curves, width: int, height: int) -> Text:
         plot = plotext.subplot(1, number)
         plot.title(name)
         for split, points in splits.items():
-            make, marker = (plot.scatter, "●") if split != "training" else (plot.plot, "braille")
             steps, values = zip(*points, strict=True)
-            make(steps, values, marker=marker, color=COLORS.get(split, "magenta"), label=split)
+            draw_points = plot.scatter
+            marker = "●"
+            if split == "training":
+                draw_points = plot.plot
+                marker = "braille"
+            draw_points(
+                steps,
+                values,
+                marker=marker,
+                color=COLORS.get(split, "magenta"),
+                label=split,
+            )
     return Text.from_ansi(plotext.build().rstrip("\n"))

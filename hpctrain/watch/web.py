@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib.resources import files
 from socketserver import ThreadingMixIn
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -24,7 +24,10 @@ from hpctrain.text import check_output, say
 from hpctrain.watch.runs import WatchedRuns
 
 ADDRESS = "127.0.0.1"
-HEADERS = [("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer")]
+HEADERS = [
+    ("Cache-Control", "no-store"),
+    ("Referrer-Policy", "no-referrer"),
+]
 
 
 def serve(runs: WatchedRuns, port: int) -> int:
@@ -46,6 +49,13 @@ def serve(runs: WatchedRuns, port: int) -> int:
     return 0
 
 
+class Answer(NamedTuple):
+    """The answer to a request: the page, or what is sent as JSON."""
+
+    content: Any
+    status: str = "200 OK"
+
+
 class Server(ThreadingMixIn, WSGIServer):
     """The server, with a thread per connection: browsers open some that they do not use."""
 
@@ -54,37 +64,45 @@ class Server(ThreadingMixIn, WSGIServer):
     def __init__(self, runs: WatchedRuns, port: int = 0) -> None:
         super().__init__((ADDRESS, port), Handler)
         self.set_app(self.respond)
-        self.token, self._runs = secrets.token_urlsafe(32), runs
-        folder, nonce = files("hpctrain.watch") / "page", secrets.token_hex()
-        self._page = (folder / "page.html").read_text("utf-8").replace("[[nonce]]", nonce)
+        self.token = secrets.token_urlsafe(32)
+        self._runs = runs
+        folder = files("hpctrain.watch") / "page"
+        page = (folder / "page.html").read_text("utf-8")
+        self._page = page.replace("[[nonce]]", secrets.token_hex())
         for part in ("uPlot.min.css", "uPlot.iife.min.js", "page.js"):
             self._page = self._page.replace(f"[[{part}]]", (folder / part).read_text("utf-8"))
 
     def respond(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
         """Send the page, the data of all runs, or the curves of one; a POST asks a run to stop."""
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        answer = self._answer(environ)
+        kind = "text/html" if answer.content is self._page else "application/json"
+        headers = [("Content-Type", f"{kind}; charset=utf-8"), *HEADERS]
+        start_response(answer.status, headers)
+        if answer.content is self._page:
+            return [self._page.encode()]
+        return [json.dumps(answer.content).encode()]
+
+    def _answer(self, environ: dict[str, Any]) -> Answer:
+        method = environ["REQUEST_METHOD"]
+        path = environ["PATH_INFO"]
         query = dict(parse_qsl(environ["QUERY_STRING"]))
-        run, status, kind = self._runs.all.get(query.get("run", "")), "200 OK", "application/json"
+        run = self._runs.all.get(query.get("run", ""))
         sort = query.get("sort", "-1")
-        answer: Any
         if not secrets.compare_digest(query.get("token", "").encode(), self.token.encode()):
-            status, answer = "403 Forbidden", "open the address that was printed"
-        elif path in ("/", "/data", "/curves") and method != "GET":
-            status, answer = "405 Method Not Allowed", "give GET"
-        elif not re.fullmatch("-?[0-9]{1,4}", sort):
-            status, answer = "400 Bad Request", "sort is the number of a column"
-        elif path == "/":
-            kind, answer = "text/html", self._page
-        elif path == "/data":
-            answer = self._runs.table(int(sort))
-        elif run and path == "/curves":
-            answer = run.curves()
-        elif run and (method, path) == ("POST", "/stop"):
-            answer = run.stop()
-        else:
-            status, answer = "404 Not Found", "there is nothing here"
-        start_response(status, [("Content-Type", f"{kind}; charset=utf-8"), *HEADERS])
-        return [(answer if kind == "text/html" else json.dumps(answer)).encode()]
+            return Answer("open the address that was printed", "403 Forbidden")
+        if path in ("/", "/data", "/curves") and method != "GET":
+            return Answer("give GET", "405 Method Not Allowed")
+        if not re.fullmatch("-?[0-9]{1,4}", sort):
+            return Answer("sort is the number of a column", "400 Bad Request")
+        if path == "/":
+            return Answer(self._page)
+        if path == "/data":
+            return Answer(self._runs.table(int(sort)))
+        if run and path == "/curves":
+            return Answer(run.curves())
+        if run and path == "/stop" and method == "POST":
+            return Answer(run.stop())
+        return Answer("there is nothing here", "404 Not Found")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection, such as a browser that closed it."""
