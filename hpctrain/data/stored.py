@@ -119,7 +119,8 @@ class OffsetRows:
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Implement `RowReader`: in file order, a run of consecutive rows by one preadv."""
         buffer = as_bytes(out)
-        for place, offset, size in zip(*self._runs(rows), strict=True):
+        places, offsets, sizes = self._runs(rows)
+        for place, offset, size in zip(places, offsets, sizes, strict=True):
             self._file.read(buffer[place : place + size], offset)
 
     def read_ahead(self, rows: np.ndarray) -> None:
@@ -135,11 +136,14 @@ class OffsetRows:
 
         Returns where each run begins in the bytes of the result, where in the file, and its bytes.
         """
+        if len(rows) == 0:
+            return [], [], []
         order = np.argsort(rows, kind="stable")
         in_file = rows[order]
-        is_cut = (np.diff(in_file) != 1) | (np.diff(order) != 1)
-        first = np.flatnonzero(np.concatenate([[len(rows) > 0], is_cut]))
+        cuts = np.flatnonzero((np.diff(in_file) != 1) | (np.diff(order) != 1)) + 1
+        bounds = np.concatenate([[0], cuts, [len(rows)]])
+        first = bounds[:-1]
         places = order[first] * self._row_bytes
         offsets = self._offset + in_file[first] * self._row_bytes
-        sizes = np.diff(first, append=len(rows)) * self._row_bytes
+        sizes = np.diff(bounds) * self._row_bytes
         return places.tolist(), offsets.tolist(), sizes.tolist()
