@@ -114,11 +114,11 @@ def decode_images(
     deepest = 0
     frames = 0
     pixels = memoryview(bytearray(size * len(slices)))
-    for row, made in enumerate(read_files(slices, convert)):
-        if isinstance(made, BadImage):
-            bad.append((row, str(made)))
+    for row, converted in enumerate(read_files(slices, convert)):
+        if isinstance(converted, BadImage):
+            bad.append((row, str(converted)))
             continue
-        file, image, changes = made
+        file, image, changes = converted
         pixels[row * size : (row + 1) * size] = image
         crc32[row] = checksum(image if path else file, labels[row])
         sizes[row] = len(file)
@@ -152,9 +152,9 @@ def write_files(
     convert = partial(as_jpeg, background=fit.background)
     with open(path, "r+b") as output:
         output.seek(offset)
-        for row, made in enumerate(read_files(slices, convert)):
-            if not isinstance(made, BadImage):
-                file, _ = made
+        for row, converted in enumerate(read_files(slices, convert)):
+            if not isinstance(converted, BadImage):
+                file, _ = converted
                 checksums[row] = checksum(file, labels[row])
                 output.write(file)
     return checksums
