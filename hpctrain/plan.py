@@ -20,7 +20,9 @@ from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import FACTS
 from hpctrain.text import brief, counted, listed, min_to_max
 
-VERSION = 2  # meaning of a plan's numbers
+#: Meaning of a plan's numbers. A default that changes raises it; a setting or field that is added
+#: does not, as it has no part in a digest at its default.
+VERSION = 3
 MOST_SHARES = 16  # listed one by one
 EPOCHS = 100
 NETWORK_EPOCHS = {"digits": 20}  # by network
@@ -100,9 +102,15 @@ class Plan:
         return self.epochs * self.steps_per_epoch
 
     def digest(self) -> str:
-        """Return a hash of what is resolved, however the settings were given."""
+        """Return a hash of what is resolved, however the settings were given.
+
+        A field at its default has no part in it.
+        """
         fields = dataclasses.asdict(self)
         del fields["chosen"]
+        for field in dataclasses.fields(self):
+            if field.name != "version" and fields.get(field.name) == field.default:
+                del fields[field.name]
         return _digest(fields)
 
     def to_json(self) -> str:
@@ -145,7 +153,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         )
     elsewhere = {*FREE, *RESOLVED, *(field.name for field in dataclasses.fields(Plan))}
     return Plan(
-        settings=_digest({n: v for n, v in config.table().items() if n not in elsewhere}),
+        settings=_digest({n: v for n, v in config.changed().items() if n not in elsewhere}),
         chosen=tuple(name for name in config.changed() if name != "precision"),
         model=model,
         image_shape=facts.image_shape,

@@ -137,6 +137,25 @@ def test_the_digest_is_of_all_that_a_run_keeps_and_of_nothing_of_the_launch():
     assert len(digests) == 1 + len(changes)
 
 
+def test_a_setting_or_field_that_is_added_does_not_change_the_digest_at_its_default():
+    (seed,) = (field for field in dataclasses.fields(Config) if field.name == "seed")
+
+    class Later(Config):
+        sharpness: int = dataclasses.field(default=0, metadata=seed.metadata)
+
+    old, new, other = (
+        resolve_plan(config, FACTS) for config in (Config(), Later(), Later(sharpness=1))
+    )
+    assert old.digest() == new.digest() != other.digest()
+
+    @dataclasses.dataclass(frozen=True)
+    class LaterPlan(type(old)):
+        sharpness: int = 0
+
+    later = LaterPlan(**{name: getattr(old, name) for name in vars(old) if name != "partition"})
+    assert old.digest() == later.digest() != dataclasses.replace(later, sharpness=1).digest()
+
+
 def test_a_later_launch_may_have_more_epochs_and_another_device_unless_bits_count():
     longer = extend_plan(plan(GPUS), Config(epochs=200), FACTS)
     assert longer == dataclasses.replace(plan(GPUS), epochs=200)
