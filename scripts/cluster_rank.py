@@ -30,7 +30,8 @@ LIFE = 20  # forward passes before the last rank is killed
 
 def paced(image_shape: tuple[int, int, int], classes: int, dies: bool = False) -> nn.Module:
     """Build the network for images of (H, W, C), with a pause in each forward pass."""
-    network, forwards = hp.build("digits", image_shape, classes), 0
+    network = hp.build("digits", image_shape, classes)
+    forwards = 0
     dies = dies and launched_rank() == (launched_size() or 1) - 1
 
     def delay(module: nn.Module, _: object) -> None:
@@ -65,9 +66,9 @@ def main(output: str) -> int:
     }
     try:
         comm = hp.start_mpi()
-        found = comm.allgather(facts)
+        facts_by_rank = comm.allgather(facts)
         if comm.rank == 0:
-            Path(output).write_text(json.dumps(found))
+            Path(output).write_text(json.dumps(facts_by_rank))
     except BaseException as error:
         return conclude(error)
     return 0

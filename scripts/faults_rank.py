@@ -27,9 +27,12 @@ def pass_point(point: str) -> None:
     if point == GIVEN["point"]:
         GIVEN["count"] -= 1
         if GIVEN["count"] == 0:
+            if not GIVEN["delay"]:
+                strike()
+                return
             later = threading.Timer(GIVEN["delay"], strike)
             later.daemon = True
-            later.start() if GIVEN["delay"] else strike()
+            later.start()
 
 
 def strike() -> None:

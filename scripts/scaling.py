@@ -23,7 +23,6 @@ BACKWARD = 2 / 3  # of forward and backward: each product in forward takes two i
 RESNET_50 = 25_557_032 + 2 * 26_560  # parameters, and moments of batch norm
 RANKS = tuple(2**power for power in range(3, 15))
 
-
 Link = tuple[float, float]  # over which a rank sends: seconds per message, bytes/s
 Traffic = tuple[int, float]  # what one rank sends in a step: messages, bytes
 
@@ -69,7 +68,8 @@ def efficiency(
 ) -> float:
     """Return the efficiency of `ranks` that each send `traffic` in this many segments."""
     compute = slowest(seconds, spread, ranks)
-    (messages, size), (latency, bandwidth) = traffic, link
+    messages, size = traffic
+    latency, bandwidth = link
     reduce = segments * messages * latency + size / bandwidth
     return seconds / (compute + exposed(reduce, compute, segments))
 
@@ -88,7 +88,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     if min(options.step_time, options.parameters, options.bandwidth, options.overlap) <= 0:
         parser.error("--step-time, --parameters, --bandwidth and --overlap must be above 0")
-    link, spread = (options.latency / 1e6, options.bandwidth * 1e9), options.spread / 100
+    link = (options.latency / 1e6, options.bandwidth * 1e9)
+    spread = options.spread / 100
     print("Efficiency by the model (messages and bytes that a rank sends in a step)")
     heads = ["ranks", "slowest, s", "ring", "overlapped", "tree order", "overlapped", "bf16"]
     widths = (7, 12, 26, 12, 23, 12, 26)
@@ -100,8 +101,11 @@ def main(words: Sequence[str] | None = None) -> None:
         for way, segments in ways:
             traffic = way(options.parameters, ranks)
             share = efficiency(options.step_time, spread, link, traffic, ranks, segments)
-            sent = f" ({traffic[0]:,}, {traffic[1] / 1e6:.0f} MB)" if segments == 1 else ""
-            cells.append(f"{100 * share:.1f} %{sent}")
+            cell = f"{100 * share:.1f} %"
+            if segments == 1:
+                messages, size = traffic
+                cell += f" ({messages:,}, {size / 1e6:.0f} MB)"
+            cells.append(cell)
         print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
 
 

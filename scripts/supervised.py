@@ -35,7 +35,9 @@ from hpctrain.supervise import newest_step
 from tests.support.launch import Job, mpirun
 from tests.support.wait import wait_for
 
-PER_RUN, RANKS, NODES = 5, 3, 4
+PER_RUN = 5  # failures
+RANKS = 3
+NODES = 4
 MOST_NODES = 2  # nodes lost per run: two of four remain, for a run that asks for three
 LIMIT = 300.0  # seconds that a run may take to continue after a failure
 PACE = {"HPCTRAIN_TEST_PACE": "0.02"}
@@ -49,7 +51,8 @@ class Supervised:
     faults: tuple[str, ...] = ("rank KILL", "rank SEGV", "rank STOP", "launcher KILL")
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.sound = folder, ""  # the digest of an undisturbed run
+        self.folder = folder
+        self.sound = ""  # the digest of an undisturbed run
 
     def trial(self, name: str, draw: random.Random) -> tuple[list[str], Costs]:
         """Run a job with failures; return the problems and the costs of the failures."""
@@ -60,8 +63,9 @@ class Supervised:
         while faults.count("node KILL") > MOST_NODES:
             faults[faults.index("node KILL")] = "rank KILL"
         problems, costs = self.run(name, faults, draw)
-        if (found := self.digest(name)) != self.sound:
-            problems.append(f"digest {found} is not {self.sound}")
+        digest = self.digest(name)
+        if digest != self.sound:
+            problems.append(f"digest {digest} is not {self.sound}")
         return problems, costs
 
     def digest(self, name: str) -> str:
@@ -74,7 +78,8 @@ class Supervised:
         flags += " --epochs 79 --batch-size 16 --shards 4 --deterministic --hang-timeout 6s"
         flags += " --checkpoint-every 10steps --validate-every 20epochs --progress none"
         job = self.start(name, [sys.executable, "-m", "hpctrain", *flags.split()])
-        problems, costs = [], Costs()
+        problems = []
+        costs = Costs()
         try:
             for fault in faults:
                 if not self.wait_for_checkpoint(job, name):
@@ -88,7 +93,8 @@ class Supervised:
             _, errors = job.communicate(timeout=LIMIT)
             if job.returncode:
                 problems.append(f"exit code {job.returncode}: {errors[-600:]}")
-            if restarts := self.restarts():
+            restarts = self.restarts()
+            if restarts:
                 problems.append(f"requeued {restarts} times")
         except subprocess.TimeoutExpired:
             problems.append(f"hung: not done {LIMIT:.0f} s after the last failure")
@@ -98,7 +104,8 @@ class Supervised:
 
     def wait_for_checkpoint(self, job: Job, name: str) -> bool:
         """Wait for a newer checkpoint than the newest now; return whether the run is active."""
-        folder, before = self.folder / name, newest_step(self.folder / name)
+        folder = self.folder / name
+        before = newest_step(folder)
         wait_for(lambda: job.poll() is not None or newest_step(folder) != before, LIMIT)
         return job.poll() is None
 
@@ -148,11 +155,13 @@ class Testbed(Supervised):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         keep = [str(folder), sys.prefix, str(Path(sys.executable).resolve().parents[1])]
-        os.environ["HPCTRAIN_TESTBED"] = self.home = f"/var/lib/hpctrain-testbed-{os.getpid()}"
+        self.home = f"/var/lib/hpctrain-testbed-{os.getpid()}"
+        os.environ["HPCTRAIN_TESTBED"] = self.home
         os.environ["HPCTRAIN_TESTBED_KEEP"] = ":".join(keep)
         text = subprocess.check_output([TESTBED, "up"], text=True)
         os.environ["SLURM_CONF"] = re.search(r"SLURM_CONF=(\S+)", text)[1]
-        self.name, self.lost = "", list[str]()
+        self.name = ""
+        self.lost: list[str] = []
 
     def start(self, name: str, rank: list[str]) -> Job:
         step = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", *rank]
@@ -185,7 +194,8 @@ class Testbed(Supervised):
         subprocess.run(["scancel", f"--name={self.name}"], check=False)
         for node in self.lost:
             subprocess.run([TESTBED, "boot", node[1:]], check=True)
-        self.lost, idle = [], "sinfo -h -p normal -t idle -o %D"
+        self.lost = []
+        idle = "sinfo -h -p normal -t idle -o %D"
         wait_for(lambda: subprocess.getoutput(idle) == str(NODES), LIMIT)
         super().end(job)
 

@@ -89,8 +89,9 @@ class Package(NamedTuple):
     @property
     def readers(self) -> str:
         """The module of this package that measures readers."""
-        has_bench = (self.tree / "scripts" / "bench").exists()
-        return "scripts.bench.reading" if has_bench else "scripts.benchmarks.data"
+        if (self.tree / "scripts" / "bench").exists():
+            return "scripts.bench.reading"
+        return "scripts.benchmarks.data"
 
 
 def compare_packages(options: Namespace, folder: Path, commit: str) -> None:
@@ -99,17 +100,20 @@ def compare_packages(options: Namespace, folder: Path, commit: str) -> None:
     packages.append(Package(commit, extract(commit), folder / "old"))
     for package in packages:
         package.folder.mkdir()
-    (time_reading if options.case == "data" else time_training)(options, packages)
+    if options.case == "data":
+        time_reading(options, packages)
+    else:
+        time_training(options, packages)
 
 
 def extract(commit: str) -> Path:
     """Return the folder with the files of a commit, extracted from git unless it is there."""
     git = ["git", "-C", str(launch.ROOT)]
     words = [*git, "rev-parse", "--verify", f"{commit}^{{commit}}"]
-    found = subprocess.run(words, capture_output=True, text=True)
-    if found.returncode:
+    parsed = subprocess.run(words, capture_output=True, text=True)
+    if parsed.returncode:
         raise UsageError(f"--against {commit}: there is no such commit")
-    tree = CACHE / found.stdout.strip()
+    tree = CACHE / parsed.stdout.strip()
     if not tree.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         part = tempfile.mkdtemp(dir=CACHE)
@@ -123,22 +127,34 @@ def time_training(options: Namespace, packages: list[Package]) -> None:
     """Print images/s, CPU seconds, peak memory, messages and bytes of training."""
     by_name = {package.name: package for package in packages}
     figures: dict[str, Rates] = {unit: {name: [] for name in by_name} for unit in FIGURES}
-    if options.case == "resnet50" and options.data is None:
+    is_resnet = options.case == "resnet50"
+    if is_resnet and options.data is None:
         for package in packages:
-            reading.write_images(
-                package.folder / "files", training.RESNET_STEPS * training.RESNET_BATCH
-            )
-            words = ["pack", "files", "--size", "100x100", "--split", "1", "--output", "images.h5"]
-            package.run(*python("hpctrain", *words))
-    resnet = options.case == "resnet50"
-    batch, epochs = (
-        (training.RESNET_BATCH, 1) if resnet else (training.DIGITS_BATCH, training.DIGITS_EPOCHS)
-    )
-    source = options.data or ("images.h5" if resnet else "digits")
-    words = ["--data", source, "--model", "resnet50" if resnet else "digits"]
-    words += ["--batch-size", str(batch), "--epochs", str(epochs)]
-    words += ["--no-test", "--device", "cpu", "--progress", "none", "--run", "run"]
-    words += ["--deterministic"] if options.case == "tree" else ["--threads", "1"]
+            write_pack(package)
+    if is_resnet:
+        model = "resnet50"
+        source = options.data or "images.h5"
+        batch = training.RESNET_BATCH
+        epochs = 1
+    else:
+        model = "digits"
+        source = options.data or "digits"
+        batch = training.DIGITS_BATCH
+        epochs = training.DIGITS_EPOCHS
+    words = [
+        *("--data", source),
+        *("--model", model),
+        *("--batch-size", str(batch)),
+        *("--epochs", str(epochs)),
+        "--no-test",
+        *("--device", "cpu"),
+        *("--progress", "none"),
+        *("--run", "run"),
+    ]
+    if options.case == "tree":
+        words.append("--deterministic")
+    else:
+        words += ["--threads", "1"]
 
     def rate(name: str) -> float:
         package = by_name[name]
@@ -147,18 +163,28 @@ def time_training(options: Namespace, packages: list[Package]) -> None:
         command = [launch.mpirun(), "-n", str(options.ranks), *train]
         seconds, peak, sent = package.run(*command)
         text = (package.folder / "runs" / "run" / "progress.jsonl").read_text()
-        steps = [r for r in map(json.loads, text.splitlines()) if r["kind"] == "step"]
-        speed = steps_rate(steps, training.RESNET_WARM if resnet else len(steps) // epochs)
+        records = map(json.loads, text.splitlines())
+        steps = [record for record in records if record["kind"] == "step"]
+        warm = training.RESNET_WARM if is_resnet else len(steps) // epochs
+        speed = steps_rate(steps, warm)
         messages, size, busy = sent.mean(axis=0) / len(steps)
-        found = speed, seconds, 1000 * busy, peak, messages, size
-        for unit, figure in zip(FIGURES, found, strict=True):
-            figures[unit][name].append(float(figure))
+        values = (speed, seconds, 1000 * busy, peak, messages, size)
+        for unit, value in zip(FIGURES, values, strict=True):
+            figures[unit][name].append(float(value))
         return speed
 
     measure(by_name, options.rounds, rate)
     compared = {"new": {"new / old": packages[1].name}}
     for unit, rates in figures.items():
         print_table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared, unit)
+
+
+def write_pack(package: Package) -> None:
+    """Write images.h5, the pack for resnet50, with the code of this package."""
+    count = training.RESNET_STEPS * training.RESNET_BATCH
+    reading.write_images(package.folder / "files", count)
+    words = ["pack", "files", "--size", "100x100", "--split", "1", "--output", "images.h5"]
+    package.run(*python("hpctrain", *words))
 
 
 def time_reading(options: Namespace, packages: list[Package]) -> None:

@@ -57,14 +57,18 @@ def run_job(
 
 def python(*words: str, ranks: int = 0) -> list[str]:
     """Return the command ``python -m WORDS``, under mpirun if `ranks` is not 0."""
-    start = [launch.mpirun(), "-n", str(ranks)] if ranks else []
-    return [*start, sys.executable, "-m", *words]
+    command = [sys.executable, "-m", *words]
+    if ranks:
+        return [launch.mpirun(), "-n", str(ranks), *command]
+    return command
 
 
 def steps_rate(steps: list[dict[str, Any]], warm: int) -> float:
     """Return images/s by wall-clock time, from the end of step `warm` to that of the last step."""
-    began, ended = (time_of(steps[number]) or 0.0 for number in (warm - 1, -1))
-    return float(sum(step["rows"] for step in steps[warm:]) / (ended - began))
+    began = time_of(steps[warm - 1]) or 0.0
+    ended = time_of(steps[-1]) or 0.0
+    rows = sum(step["rows"] for step in steps[warm:])
+    return float(rows / (ended - began))
 
 
 def measure(names: Iterable[str], rounds: int, run: Callable[[str], float]) -> Rates:
@@ -102,6 +106,7 @@ def print_table(
 def print_machine() -> None:
     """Print processor, cores, load and versions, without which results mean little."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "mpi4py", "h5py"))
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
     print(f"{processor_name()}, {cores} cores allowed, load {load:.1f} before")
     print(f"hpctrain {__version__}, Python {platform.python_version()}, {versions}", flush=True)

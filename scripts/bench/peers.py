@@ -59,37 +59,43 @@ def train(job: TrainingJob) -> None:
     """Join the process group, train, and write this rank's rows and seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank, size = launched_rank(), launched_size() or 1
+    rank = launched_rank()
+    size = launched_size() or 1
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(job.folder, "meeting")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    pack, loads = read_pack(job.data), job.mode == "loader"
+    pack = read_pack(job.data)
     model = build(job.model, pack.image_shape, len(pack.classes))
     move_model(model.train(), torch.device("cpu"), job.channels_last)
-    batches = (load_batches if loads else keep_batches)(job, pack, rank, size)
+    is_loader = job.mode == "loader"
+    make_batches = load_batches if is_loader else keep_batches
+    batches = make_batches(job, pack, rank, size)
     if job.mode == "limit":
         keep_memory()
         dist.barrier()
     else:
         model = DistributedDataParallel(model)
     # Fused for the best possible speed; "loader" uses the default, as is usual.
-    step = plain_step(model, job.precision, fused=None if loads else True)
-    rows, began = 0, time.perf_counter()
+    step = plain_step(model, job.precision, fused=None if is_loader else True)
+    rows = 0
+    began = time.perf_counter()
     for done, (images, labels) in enumerate(batches, start=1):
         loss = step(images, labels)
-        if loads:
+        if is_loader:
             loss.item()
         rows += len(labels)
         if done == job.warm:
-            began, rows = time.perf_counter(), 0
-    found = {"rows": rows, "seconds": time.perf_counter() - began}
-    Path(job.folder, f"rank{rank}.json").write_text(json.dumps(found))
+            began = time.perf_counter()
+            rows = 0
+    result = {"rows": rows, "seconds": time.perf_counter() - began}
+    Path(job.folder, f"rank{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
 def keep_batches(job: TrainingJob, pack: Pack, rank: int, size: int) -> Batches:
     """Read this rank's part of the rows as batches into memory; all epochs use the same ones."""
-    count, batch = pack.splits["train"].samples // size, job.batch_size // size
+    count = pack.splits["train"].samples // size
+    batch = job.batch_size // size
     batches = []
     with Split(pack, "train") as source:
         for start in range(0, count, batch):
@@ -121,9 +127,9 @@ class H5Images(Dataset):
 
 def load_batches(job: TrainingJob, pack: Pack, rank: int, size: int) -> Batches:
     """Yield the batches of a DataLoader, shuffled by a DistributedSampler in each epoch."""
-    dataset, batch = H5Images(pack.path), job.batch_size // size
+    dataset = H5Images(pack.path)
     sampler: DistributedSampler = DistributedSampler(dataset, size, rank, shuffle=True)
-    loader = DataLoader(dataset, batch_size=batch, sampler=sampler)
+    loader = DataLoader(dataset, batch_size=job.batch_size // size, sampler=sampler)
     for epoch in range(job.epochs):
         sampler.set_epoch(epoch)
         yield from loader

@@ -42,14 +42,18 @@ from hpctrain.packing.make import make_pack
 from scripts.bench.harness import measure, print_table, python, run_job
 from scripts.bench.peers import H5Images
 
-FILES, CLASSES, SIDE = 2000, 5, 100  # number of image files; pixels of packed images
+FILES = 2000
+CLASSES = 5
+SIDE = 100  # pixels of packed images
 FILE_SIDES = (500, 375)  # pixels, as of photographs on the web
 COPIES = 2  # of each image, so that an epoch takes long enough
 CHUNK_ROWS = 32
 BATCH = 128
-BLOCK_ROWS, WINDOW_BLOCKS = 140, 4  # a block is 4 MiB of images of 100x100x3
+BLOCK_ROWS = 140  # 4 MiB of images of 100x100x3
+WINDOW_BLOCKS = 4
 SECONDS = 2.0  # minimum time of a reader's measurement
-LOADER, LOADER_2 = "DataLoader over h5py, 0 workers", "DataLoader over h5py, 2 workers"
+LOADER = "DataLoader over h5py, 0 workers"
+LOADER_2 = "DataLoader over h5py, 2 workers"
 
 Reader = Callable[[Path], Iterator[int]]  # pack -> image count of each epoch, endless
 
@@ -75,15 +79,19 @@ def make_files(folder: Path, source: str | None) -> None:
     compressed chunks (/images, /labels). files/ holds the images at their own size.
     """
     write_images(folder / "files", FILES)
-    images = source or str(folder / "files")
-    size, split = Size(f"{SIDE}x{SIDE}"), Shares("1")
-    settings = PackConfig(images, size=size, split=split, output=str(folder / "once.h5"))
+    settings = PackConfig(
+        source or str(folder / "files"),
+        size=Size(f"{SIDE}x{SIDE}"),
+        split=Shares("1"),
+        output=str(folder / "once.h5"),
+    )
     once = read_pack(make_pack(settings))
     make_pack(replace(settings, output=str(folder / "jpeg.h5"), encoding="jpeg"))
     with Split(once, "train") as rows:
         shape = (len(rows.labels), *once.image_shape)
         pixels = rows.gather(np.arange(shape[0]), np.empty(shape, np.uint8))
-        pixels, labels = np.tile(pixels, (COPIES, 1, 1, 1)), np.tile(rows.labels, COPIES)
+        pixels = np.tile(pixels, (COPIES, 1, 1, 1))
+        labels = np.tile(rows.labels, COPIES)
     hp.write_pack(folder / "raw.h5", {"train": (pixels, labels)}, once.classes, {"source": "bench"})
     chunks = {"chunks": (CHUNK_ROWS, *once.image_shape), "compression": "gzip"}
     for name, storage in (("plain.h5", {}), ("gzip.h5", chunks)):
@@ -96,13 +104,13 @@ def write_images(folder: Path, count: int) -> None:
     """Write JPEG files that compress about as photographs do: smooth colours with some grain."""
     random = np.random.default_rng(0)
     for number in range(count):
-        place = folder / f"class{number % CLASSES}"
-        place.mkdir(parents=True, exist_ok=True)
+        of_class = folder / f"class{number % CLASSES}"
+        of_class.mkdir(parents=True, exist_ok=True)
         coarse = Image.fromarray(random.integers(256, size=(24, 32, 3), dtype=np.uint8))
         smooth = np.asarray(coarse.resize(FILE_SIDES, Image.Resampling.BICUBIC), np.float32)
         grain = random.normal(0, 6, smooth.shape)
         image = Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8))
-        image.save(place / f"{number}.jpg", quality=90)
+        image.save(of_class / f"{number}.jpg", quality=90)
 
 
 def gathered(path: Path) -> Iterator[int]:
@@ -173,7 +181,8 @@ READERS: dict[str, Reader] = {
 def images_rate(epochs: Iterator[int]) -> float:
     """Measure images/s over whole epochs, for at least `SECONDS`, after one epoch of warm-up."""
     next(epochs)
-    done, began = 0, time.perf_counter()
+    done = 0
+    began = time.perf_counter()
     while time.perf_counter() - began < SECONDS:
         done += next(epochs)
     return done / (time.perf_counter() - began)

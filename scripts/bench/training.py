@@ -38,14 +38,21 @@ FORMATS = {  # precision, channels_last
     "fp32 NHWC": ("fp32", True),  # hpctrain's default on CPUs
     "bf16 NHWC": ("bf16", True),
 }
-HPCTRAIN, LIMIT, DDP = "hpctrain", "limit: no loading, no communication", "DDP, data in memory"
+HPCTRAIN = "hpctrain"
+LIMIT = "limit: no loading, no communication"
+DDP = "DDP, data in memory"
 LOADER = "DDP with DataLoader"
 PLAIN = "fp32 NCHW"  # the usual format of a DataLoader
 MODES = {LIMIT: "limit", DDP: "ddp", LOADER: "loader"}  # of peers.py
-DIGITS_BATCH, DIGITS_EPOCHS = 128, 3
-RESNET_STEPS, RESNET_WARM, RESNET_BATCH = 15, 3, 32
-IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of generated images
-START_RANKS, TREE_RANKS = 4, (1, 2, 4)
+DIGITS_BATCH = 128
+DIGITS_EPOCHS = 3
+RESNET_STEPS = 15
+RESNET_WARM = 3
+RESNET_BATCH = 32
+IMAGE_SHAPE = (100, 100, 3)  # of generated images
+CLASSES = 5  # the same
+START_RANKS = 4
+TREE_RANKS = (1, 2, 4)
 
 
 def compare_training(options: Namespace, folder: Path) -> None:
@@ -64,8 +71,11 @@ def compare_training(options: Namespace, folder: Path) -> None:
     compared = {}
     for name in commands:
         form = name.rpartition(", ")[2]
-        peers = {"/ DataLoader": f"{LOADER}, {PLAIN}", "/ DDP": f"{DDP}, {form}"}
-        peers["/ limit"] = f"{LIMIT}, {form}"
+        peers = {
+            "/ DataLoader": f"{LOADER}, {PLAIN}",
+            "/ DDP": f"{DDP}, {form}",
+            "/ limit": f"{LIMIT}, {form}",
+        }
         compared[name] = {head: other for head, other in peers.items() if other != name}
     print_table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared)
     if options.case == "digits":
@@ -84,46 +94,56 @@ def make_job(options: Namespace, folder: Path) -> TrainingJob:
         path = find_pack_path(options.data or "digits", options.cache_dir)
         warm = -(-read_pack(path).splits["train"].samples // DIGITS_BATCH)
         return TrainingJob("digits", str(path), DIGITS_BATCH, DIGITS_EPOCHS, warm)
-    path, rows = folder / "resnet50.h5", RESNET_STEPS * RESNET_BATCH
+    path = folder / "resnet50.h5"
+    rows = RESNET_STEPS * RESNET_BATCH
     if options.data is None:
         random = np.random.default_rng(0)
         images = random.integers(256, size=(rows, *IMAGE_SHAPE), dtype=np.uint8)
-        labels, classes = np.arange(rows) % CLASSES, tuple("abcde")
+        labels = np.arange(rows) % CLASSES
+        classes = tuple("abcde")
     else:
         pack = read_pack(find_pack_path(options.data, options.cache_dir))
-        if (found := pack.splits["train"].samples) < rows:
-            raise UsageError(f"{options.data} has {found:,} training images, {rows:,} are needed")
+        classes = pack.classes
+        samples = pack.splits["train"].samples
+        if samples < rows:
+            raise UsageError(f"{options.data} has {samples:,} training images, {rows:,} are needed")
         with Split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
-            labels, classes = source.read_labels(np.arange(rows)), pack.classes
+            labels = source.read_labels(np.arange(rows))
     hp.write_pack(path, {"train": (images, labels)}, classes, {"source": "scripts.bench"})
     return TrainingJob("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
 
 
 def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
     """Return the command of each contestant; it writes its results into the folder of `job`."""
-    found = {}
-    own = ["--data", job.data, "--model", job.model, "--batch-size", str(job.batch_size)]
-    own += ["--epochs", str(job.epochs)]
+    commands = {}
+    flags = [
+        *("--data", job.data),
+        *("--model", job.model),
+        *("--batch-size", str(job.batch_size)),
+        *("--epochs", str(job.epochs)),
+    ]
     for form, (precision, last) in FORMATS.items():
         order = "--channels-last" if last else "--no-channels-last"
-        words = train_words(job.folder, *own, "--precision", precision, order)
-        found[f"{HPCTRAIN}, {form}"] = python("hpctrain", *words, ranks=ranks)
+        words = train_words(job.folder, *flags, "--precision", precision, order)
+        commands[f"{HPCTRAIN}, {form}"] = python("hpctrain", *words, ranks=ranks)
     for who, mode in MODES.items():
         for form in (PLAIN,) if mode == "loader" else FORMATS:
             precision, last = FORMATS[form]
             peer = replace(job, mode=mode, precision=precision, channels_last=last)
             words = ["scripts.bench.peers", json.dumps(asdict(peer))]
-            found[f"{who}, {form}"] = python(*words, ranks=ranks)
-    return found
+            commands[f"{who}, {form}"] = python(*words, ranks=ranks)
+    return commands
 
 
 def training_rate(folder: Path, ranks: int, warm: int) -> float:
     """Return images/s of a completed job, from hpctrain's record or from the files of a peer."""
     if (folder / "run").exists():
         return steps_rate(steps_of(folder / "run"), warm)
-    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    return float(sum(rank["rows"] for rank in found) / max(rank["seconds"] for rank in found))
+    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    rows = sum(result["rows"] for result in results)
+    seconds = max(result["seconds"] for result in results)
+    return float(rows / seconds)
 
 
 def train_words(folder: str, *flags: str) -> list[str]:
@@ -160,9 +180,9 @@ def measure_tree(options: Namespace, folder: Path) -> None:
         steps = train(folder / f"{name} {time.time()}", ranks, *flags, *more)
         return 1000 * DIGITS_BATCH / steps_rate(steps, len(steps) // DIGITS_EPOCHS)
 
-    found = measure(ways, options.rounds, step)
+    rates = measure(ways, options.rounds, step)
     compared = {
         f"{ranks} ranks, tree order": {"/ Allreduce": f"{ranks} ranks, Allreduce"}
         for ranks in TREE_RANKS
     }
-    print_table(f"digits, global batch size {DIGITS_BATCH}, a step", found, compared, "ms")
+    print_table(f"digits, global batch size {DIGITS_BATCH}, a step", rates, compared, "ms")
