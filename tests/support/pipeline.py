@@ -75,7 +75,7 @@ def stages_before_input(run: Any, shard: int, key: int) -> dict[str, Tensor | np
 def values_in_file(split: Any, samples: np.ndarray) -> np.ndarray:
     """Samples (n,) of an HDF5 file in NHWC, whose splits are datasets of their own."""
     with h5py.File(split.info.path) as file:
-        return file[split.info.images.dataset][:][samples]
+        return file[split.info.images.dataset][:][split.info.rows[samples]]
 
 
 def lines_of_block(run: Any) -> list[str]:
