@@ -1,8 +1,9 @@
 """Turn a batch of bytes into the network's input: random flips and shifts, scaling, normalization.
 
-Images are augmented as bytes (n, H, W, C), a whole batch at once, before scaling: a quarter of the
-memory traffic, and a border that is black whatever the scaling. Random numbers depend on the key of
-the batch alone and are drawn on the CPU, so they are equal on any ranks and devices.
+Images are augmented as they are stored, (n, H, W, C), a whole batch at once, before scaling: of
+bytes a quarter of the memory traffic, and a border that is 0 whatever the scaling. Random numbers
+depend on the key of the batch alone and are drawn on the CPU, so they are equal on any ranks and
+devices.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hpctrain.data.scale import FULL, is_divided
 from hpctrain.streams import copy_to_device
 
 CACHED_VALUES = 1 << 17  # scaled at a time on the CPU: 512 KiB of float32 stay in a core's cache
@@ -28,7 +30,7 @@ NOTHING = Augmentation()
 
 
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
-    """Flip and shift images (n, H, W, C) uint8 at random; without both, return the images.
+    """Flip and shift stored images (n, H, W, C) at random; without both, return the images.
 
     Each image is flipped left to right with probability 1/2, then shifted by -shift to +shift
     pixels, uniform and independent in x and y.
@@ -36,6 +38,8 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
     rows, (flip, shift) = len(images), augmentation
     if rows == 0 or not (flip or shift):
         return images
+    if images.dtype == torch.uint16:  # which torch does not flip on a CPU
+        return augment(images.view(torch.int16), augmentation, key).view(torch.uint16)
     # Always draw both, so that turning one off does not change the numbers of the other.
     generator = torch.Generator().manual_seed(key)
     flips = torch.randint(0, 2, (rows,), generator=generator)
@@ -71,12 +75,14 @@ def to_input(
     std: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
+    divisor: float | None = None,
 ) -> Tensor:
-    """Scale bytes (n, H, W, C) to the network's input, (n, C, H, W) of `dtype`.
+    """Scale stored values (n, H, W, C) to the network's input, (n, C, H, W) of `dtype`.
 
-    Bytes are divided by 255; floats are used unchanged. With `mean` and `std`, (C,) each and on the
-    device of the images, (x - mean) / std is computed per channel. The result is a copy, in memory
-    as NHWC (`channels_last`) or NCHW, computed in float32 (float64 for that `dtype`).
+    They are divided by `divisor`; None = the largest value of an integer type, and 1 for floats.
+    With `mean` and `std`, (C,) each and on the device of the images, (x - mean) / std is computed
+    per channel. The result is a copy, in memory as NHWC (`channels_last`) or NCHW, computed in
+    float32 (float64 for that `dtype`).
     """
     n, height, width, channels = images.shape
     memory = torch.channels_last if channels_last else torch.contiguous_format
@@ -87,17 +93,24 @@ def to_input(
         device=images.device,
         memory_format=memory,
     )
-    whole = 1.0 if images.is_floating_point() else 255.0
+    name = str(images.dtype).removeprefix("torch.")
+    whole = divisor or FULL.get(name, 1.0)
+    divided_first = is_divided(name, whole)
     scale = offset = None
     if mean is not None and std is not None:
-        scale, offset = _scale_and_offset(mean, std, whole, values, channels_last)
+        scale, offset = _scale_and_offset(
+            mean, std, 1.0 if divided_first else whole, values, channels_last
+        )
     lying = images.permute(0, 3, 1, 2)
     step = max(1, n if images.is_cuda else CACHED_VALUES // max(1, height * width * channels))
     for first in range(0, n, step):
-        part = values[first : first + step].copy_(lying[first : first + step])
+        stored = lying[first : first + step]
+        if divided_first:
+            stored = stored.float() * (1 / whole)
+        part = values[first : first + step].copy_(stored)
         if scale is not None and offset is not None:
             _as_rows(part, channels_last).mul_(scale).add_(offset)
-        elif whole > 1:
+        elif whole != 1 and not divided_first:
             # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
             part.mul_(1 / whole)
     return values.to(dtype)

@@ -35,7 +35,7 @@ from hpctrain.data.pack import (
     SplitInfo,
 )
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.scale import FLOATS, FULL, Scale, is_unit
+from hpctrain.data.scale import FLOATS, FULL, Scale, is_unit, unit_values
 from hpctrain.data.split import NOT_FINITE, Split
 from hpctrain.data.stored import Stored, as_bytes
 from hpctrain.errors import RunError, UsageError
@@ -89,7 +89,8 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
         for split, probe in probes.items()
     }
     splits: dict[str, SplitInfo] = {}
-    identity = [content.layout, pack.divisor, how.labels]  # of the content, not of the path
+    divided_by = pack.scale.divisor if pack.scale.is_divided else 0.0
+    identity = [content.layout, divided_by, how.labels]  # of the content, not of the path
     for split, info in content.infos.items():
         if scales[split].is_unlike(scales[train]):
             content.notes.append(f"{split} has {scales[split]}, and train {scales[train]}")
@@ -442,9 +443,11 @@ def _probe_images(pack: Pack, info: SplitInfo, has_max_value: bool) -> ProbedIma
     where = f"{info.path}: {info.images.dataset}"
     try:
         with Split(replace(pack, splits={"train": info}), "train") as split:
-            rows, images = split.read_probe()
+            rows, stored = split.read_probe()
     except RunError as error:
         raise UsageError(str(error)) from None
+    divisor = pack.scale.divisor
+    images = unit_values(stored, divisor)
     finite = np.isfinite(images).all(axis=(1, 2, 3))
     if not finite.all():
         raise UsageError(f"{where}[{rows[finite.argmin()]}] {NOT_FINITE}")
@@ -453,13 +456,13 @@ def _probe_images(pack: Pack, info: SplitInfo, has_max_value: bool) -> ProbedIma
     if not has_max_value and images.dtype.kind == "f" and not is_unit(low, high):
         way = ""
         if low >= 0:
-            divisor = next((full for full in FULL.values() if high <= full), high)
-            way = f"--max-value {divisor:g}, which divides them by {divisor:g}, or "
+            likely = next((full for full in FULL.values() if high <= full), high)
+            way = f"--max-value {likely:g}, which divides them by {likely:g}, or "
         raise UsageError(
             f"{where} has values from {low:g} to {high:g}, not from 0 to 1: train with"
             f" {way}--max-value 1, which takes them as they are"
         )
-    whole = pack.divisor or 1
+    whole = divisor if pack.scale.is_divided else 1.0
     return ProbedImages(
         crc32=zlib.crc32(as_bytes(images)),
         low=float(f"{low * whole:.6g}"),

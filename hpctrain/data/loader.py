@@ -66,7 +66,7 @@ def read_samples(
 
     `pipeline` makes it of the images; None = float32 in [0, 1] on the CPU.
     """
-    return (pipeline or Pipeline()).inputs(read_images(split, indices))
+    return (pipeline or Pipeline()).inputs(read_images(split, indices), divisor=split.divisor)
 
 
 class Prefetcher(Iterator[Made]):
@@ -237,10 +237,11 @@ class Loader:
 
         def make(images: torch.Tensor) -> list[Batch]:
             sizes = [*counts.values()]
+            divisor = self.split.divisor
             targets = copy_to_device(labels, images.device)
             parts = zip(counts, keys, images.split(sizes), targets.split(sizes), strict=True)
             return [
-                Batch(shard, *self.pipeline.make(stored, labels_of, key), key)
+                Batch(shard, *self.pipeline.make(stored, labels_of, key, divisor), key)
                 for shard, key, stored, labels_of in parts
             ]
 

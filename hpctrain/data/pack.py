@@ -107,25 +107,24 @@ class Pack:
     staged: bool = False  # whether this is a copy on the host's own disk (``staging.py``)
 
     @property
-    def divisor(self) -> float:
-        """What values are divided by when they are read; 0 for bytes of packs, and for floats that
-        are taken as they are.
-        """
-        is_float = self.scale.dtype not in FULL
-        if self.scale.is_bytes or (is_float and self.scale.divisor == 1):
-            return 0.0
-        return self.scale.divisor
-
-    @property
     def dtype(self) -> np.dtype:
-        """Type of the images that are read: as stored, or float32 if values are divided."""
-        if self.divisor:
+        """Type of the images that are read: as stored, but for float64 that is divided float32."""
+        stored = np.dtype(self.splits["train"].images.dtype)
+        if stored == np.float64 and self.scale.is_divided:
             return np.dtype("float32")
-        return np.dtype(self.splits["train"].images.dtype)
+        return stored
 
     @property
     def image_bytes(self) -> int:
         return math.prod(self.image_shape) * self.dtype.itemsize
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of an image of which a plan makes the windows of --shuffle blocks: as float32 where
+        values are divided, so that the order of samples does not follow from how they are stored.
+        """
+        itemsize = 4 if self.scale.is_divided else self.dtype.itemsize
+        return math.prod(self.image_shape) * itemsize
 
 
 def ordered(names: Iterable[str]) -> list[str]:

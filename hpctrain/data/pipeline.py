@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,23 +50,34 @@ class Pipeline:
         if self.scaling:
             self._mean, self._std = (torch.as_tensor(v).to(self.device) for v in self.scaling)
 
-    def make(self, images: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    def make(
+        self, images: Tensor, targets: Tensor, key: int, divisor: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the inputs (n, C, H, W) and the targets of stored images (n, H, W, C) and targets.
 
-        `key` is that of the batch. Inputs are copies: the memory of the images is used again.
+        `key` is that of the batch. `divisor` is what stored values are divided by; None = 255 for
+        uint8, 65,535 for uint16, 1 for floats. Inputs are copies: the memory of the images is used
+        again.
         """
-        inputs = self.inputs(images, key)
+        inputs = self.inputs(images, key, divisor)
         targets = targets.to(self.device)
         if self.stage is None:
             return inputs, targets
         return self.stage(inputs, targets, key)
 
-    def inputs(self, images: Tensor, key: int = 0) -> Tensor:
+    def inputs(self, images: Tensor, key: int = 0, divisor: float | None = None) -> Tensor:
         """Return the inputs (n, C, H, W) of stored images (n, H, W, C) before the task's stage."""
         images = augment(images.to(self.device), self.augmentation, random_key(key, "augment"))
+        scale = partial(
+            to_input,
+            images,
+            dtype=self.dtype,
+            channels_last=self.channels_last,
+            divisor=divisor,
+        )
         if self.transform is None:
-            return to_input(images, self._mean, self._std, self.dtype, self.channels_last)
-        scaled = to_input(images, dtype=self.dtype, channels_last=self.channels_last)
+            return scale(self._mean, self._std)
+        scaled = scale()
         inputs = self.transform(scaled, key)
         if self._mean is None or self._std is None:
             return inputs

@@ -33,6 +33,23 @@ def divide(values: np.ndarray, divisor: float) -> np.ndarray:
     return values.astype(np.float32) * np.float32(1 / divisor)
 
 
+def is_divided(dtype: str, divisor: float) -> bool:
+    """Whether values of `dtype` have another divisor than bytes of a pack, and floats in [0, 1]."""
+    if dtype in FLOATS:
+        return divisor != 1
+    return (dtype, divisor) != ("uint8", FULL["uint8"])
+
+
+def unit_values(values: np.ndarray, divisor: float) -> np.ndarray:
+    """Return stored values as float32, divided; bytes that are divided by 255, and floats by 1, as
+    such. What is too large for float32 becomes infinite.
+    """
+    if not is_divided(values.dtype.name, divisor):
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        return divide(values, divisor)
+
+
 def value_range(values: np.ndarray) -> tuple[float, float, bool]:
     """Return the smallest and the largest finite value, and whether all are whole numbers."""
     finite = values[np.isfinite(values)]
@@ -54,6 +71,11 @@ class Scale(NamedTuple):
     def is_bytes(self) -> bool:
         """Whether images are bytes until they are on the device, as those of packs."""
         return (self.dtype, self.divisor) == ("uint8", 255)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether images have another divisor than bytes of a pack, and floats in [0, 1]."""
+        return is_divided(self.dtype, self.divisor)
 
     @property
     def is_full(self) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 
 from hpctrain.data.pack import LAYOUTS, Pack, checksum
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.scale import divide
+from hpctrain.data.scale import unit_values
 from hpctrain.data.stored import File, OffsetRows, RowReader, Stored, as_bytes
 from hpctrain.errors import RunError, UsageError
 
@@ -50,8 +50,9 @@ class HeldNumbers(NamedTuple):
 class Split:
     """The samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
 
-    Images have the shape ``image_shape`` (H, W, C) and the type ``dtype``: uint8, or the floats of
-    an external file, which must be finite. A sample's checksum is compared when it is first read.
+    Images have the shape ``image_shape`` (H, W, C) and are stored values of the type ``dtype``:
+    uint8, or what an external file holds. Divided by ``divisor``, they must be finite. A sample's
+    checksum is compared when it is first read.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Split:
             self.info = info._replace(crc32=None)
         self.image_shape = pack.image_shape
         self.dtype = pack.dtype
+        self.divisor = pack.scale.divisor
         self.threads = threads
         self._threads: ThreadPoolExecutor | None = None  # that decode
         self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
@@ -158,8 +160,8 @@ class Split:
             self._images.read_ahead(rows)
         self._read_images(rows, out)
         unusable = self._compare(indices, out)
-        if self.dtype.kind == "f":
-            finite = np.isfinite(out).all(axis=(1, 2, 3))
+        if self.dtype.kind == "f" or self.divisor < 1:
+            finite = are_finite(out, self.divisor)
             unusable |= dict.fromkeys(indices[~finite].tolist(), NOT_FINITE)
         return unusable
 
@@ -300,7 +302,7 @@ class Split:
             is_same = uuid == self.pack.uuid.encode()
         elif self.info.probe is not None:
             _, images = self.read_probe()
-            is_same = zlib.crc32(as_bytes(images)) == self.info.probe
+            is_same = zlib.crc32(as_bytes(unit_values(images, self.divisor))) == self.info.probe
         if not is_same:
             raise UsageError(
                 f"{self.info.path} was replaced or overwritten since it was checked"
@@ -328,10 +330,10 @@ class Split:
             raise RunError(text)
 
     def _read_images(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Read images (n, H, W, C): rearranged and divided, if they are not stored as such."""
+        """Read images (n, H, W, C), rearranged if they are stored in another order of axes."""
         pack = self.pack
         stored = self.info.images
-        if pack.layout in ("NHWC", "NHW") and not pack.divisor:
+        if pack.layout in ("NHWC", "NHW") and stored.dtype == self.dtype:
             self._images.read(rows, out.reshape(len(rows), *stored.shape[1:]))
             return
         step = max(1, READ_BYTES // stored.row_bytes)
@@ -340,10 +342,8 @@ class Split:
             values = np.empty((len(part), *stored.shape[1:]), stored.dtype)
             self._images.read(part, values)
             values = values.transpose(LAYOUTS[pack.layout]).reshape(len(part), *self.image_shape)
-            if pack.divisor:  # with 255, values become what bytes of a pack become
-                with np.errstate(over="ignore", invalid="ignore"):  # `gather` reports these
-                    values = divide(values, pack.divisor)
-            out[first : first + step] = values
+            with np.errstate(over="ignore"):  # of float64 as float32: `gather` reports it
+                out[first : first + step] = values
 
     def _decode(
         self,
@@ -401,6 +401,14 @@ class Split:
         if self.pack.staged:
             why = CORRUPT_COPY
         return dict.fromkeys(new[~agrees].tolist(), why)
+
+
+def are_finite(images: np.ndarray, divisor: float) -> np.ndarray:
+    """Return whether the values of each image (n, H, W, C) are finite, also divided: (n,) bool."""
+    finite = np.isfinite(images).all(axis=(1, 2, 3))
+    if divisor < 1:
+        finite &= np.isfinite(unit_values(images, divisor)).all(axis=(1, 2, 3))
+    return finite
 
 
 def describe_first(all_bad: Iterable[Bad]) -> str | None:

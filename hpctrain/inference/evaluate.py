@@ -24,7 +24,7 @@ from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.config.functions import source_files
 from hpctrain.cores import check_threads
 from hpctrain.data.pack import External, Pack, is_pack, read_pack
-from hpctrain.data.scale import Scale
+from hpctrain.data.scale import Scale, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
@@ -322,6 +322,7 @@ def draw_answers(path: Path, source: Split | Images, captioned: Sequence[Caption
     rows = np.array([image.row for image in captioned])
     images = np.empty((len(rows), *source.image_shape), source.dtype)
     source.gather(rows, images, bad=Bad())
+    images = unit_values(images, source.divisor)
     names = [source.source_of(row) or f"row {row}" for row in rows.tolist()]
     captions = [(name, *image.lines) for name, image in zip(names, captioned, strict=True)]
     short = [(PurePath(name).name, *lines) for name, *lines in captions]

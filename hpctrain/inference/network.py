@@ -134,9 +134,9 @@ class Inference(NamedTuple):
 
             def work(images: Tensor) -> tuple[Tensor, ...]:
                 if labels is None:
-                    return (self.pipeline.inputs(images, key),)
+                    return (self.pipeline.inputs(images, key, source.divisor),)
                 targets = copy_to_device(torch.from_numpy(labels), device)
-                return self.pipeline.make(images, targets, key)
+                return self.pipeline.make(images, targets, key, source.divisor)
 
             tensors = upload.make(len(rows), work)
             return Block(number, rows, labels, bad), tensors, upload.record_event()

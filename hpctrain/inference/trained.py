@@ -293,6 +293,11 @@ class Images:
         return self.names[index]
 
     @property
+    def divisor(self) -> float:
+        """What images that are read are divided by: 255 for bytes; others are in the scale."""
+        return 255.0 if self.dtype == np.uint8 else 1.0
+
+    @property
     def limits(self) -> tuple[float, float]:
         """The smallest and the largest value that was read, as it was stored; of bytes 0 and 0."""
         low = float(self._lows.min(initial=0))

@@ -74,7 +74,7 @@ def probe_model(
         raise UsageError(str(error)) from None
     labels = torch.from_numpy(source.read_labels(rows))
     key = random_key(config.seed, "probe")
-    inputs, targets = pipeline.make(images, labels, key)
+    inputs, targets = pipeline.make(images, labels, key, source.divisor)
     shape = task.output_shape(source.image_shape, len(source.pack.classes))
     torch.manual_seed(key)
     try:
@@ -444,7 +444,7 @@ def check_sizes(
     rows = np.arange(most)
     labels = torch.from_numpy(source.read_labels(rows))
     key = random_key(0, "sizes")
-    inputs, targets = pipeline.make(read_images(source, rows), labels, key)
+    inputs, targets = pipeline.make(read_images(source, rows), labels, key, source.divisor)
     with fork_rng(inputs.device):
         if min(shares) < most:
             check_backward(model, task, inputs[: min(shares)], targets[: min(shares)])

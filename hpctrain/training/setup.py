@@ -257,7 +257,7 @@ def collect_facts(
         threads=source.threads,
         rows=len(train),
         image_shape=pack.image_shape,
-        row_bytes=train.stored_bytes if config.random_crop else pack.image_bytes,
+        row_bytes=train.stored_bytes if config.random_crop else pack.planned_bytes,
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
         min_samples=probe.min_samples,

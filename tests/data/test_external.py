@@ -121,6 +121,7 @@ def test_values_are_divided_by_the_largest_value(tmp_path, stored, max_value, fa
     path = write(tmp_path / "b.h5", stored, LABELS, chunks=chunks)
     found = read(path, "x", "y", split="1", max_value=max_value)
     with hp.Split(found, "train") as split, hp.Split(plain, "train") as of_bytes:
+        assert split.dtype == ("f4" if stored.dtype == "f8" and max_value else stored.dtype)
         values = hp.read_samples(split, range(50)).numpy()
         expected = hp.read_samples(of_bytes, range(50)).numpy() * factor
     tolerance = 2e-3 if stored.dtype == "f2" else 1e-6
@@ -440,6 +441,33 @@ def test_a_note_says_what_would_make_the_largest_value_1(tmp_path):
         note = images_note(read(write(tmp_path / "a.h5", stored, LABELS), "x", "y"))
         assert ("--max-value" in note) == (high is not None)
         assert high is None or f"--max-value {stored.max()}" in note
+
+
+@pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])
+@pytest.mark.parametrize(
+    ("dtype", "max_value", "value"),
+    [
+        ("f2", 1.0, np.inf),
+        ("f4", 1.0, np.nan),
+        ("f4", 255.0, np.nan),
+        ("f4", 0.5, 3e38),  # infinite once it is divided
+        ("f8", 255.0, 1e300),  # infinite as float32
+        ("u2", 1e-38, 65535),
+    ],
+)
+def test_samples_that_are_not_finite_once_they_are_divided_are_described(
+    tmp_path, dtype, max_value, value, chunks
+):
+    images = np.zeros((ROWS, 7, 5, 3), dtype)
+    images[1, 2, 3, 1] = value  # not one of the images by which a file is recognised
+    pack = read(write(tmp_path / "a.h5", images, LABELS, chunks=chunks), max_value=max_value)
+    described = {}
+    for name in pack.splits:
+        with hp.Split(pack, name) as split:
+            out = np.empty((len(split), *split.image_shape), split.dtype)
+            split.gather(np.arange(len(split)), out, bad=described)
+    (text,) = described.values()
+    assert "(/x[1])" in text and "NaN or infinite" in text
 
 
 @pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])

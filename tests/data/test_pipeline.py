@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,32 @@ def test_without_stages_targets_stay_and_inputs_share_no_memory_with_images():
     kept = inputs.clone()
     before.zero_()
     assert torch.equal(inputs, kept) and targets.tolist() == list(range(31))
+
+
+EVERY_VALUE = np.arange(1 << 16).reshape(16, 64, 64, 1)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "f2", "f4", "f8"])
+@pytest.mark.parametrize("divisor", [None, 0.3, 1.0, 3.0, 240.0, 255.0, 4095.0, 65535.0, 1e9])
+def test_stored_values_are_multiplied_by_the_inverse_of_the_divisor_in_float32(dtype, divisor):
+    """With the bits of NumPy, on which the digests of runs on HDF5 files rest."""
+    stored = EVERY_VALUE.astype(dtype) if dtype != "f2" else EVERY_VALUE.astype("u2").view("f2")
+    inputs = hp.Pipeline().inputs(torch.from_numpy(stored), divisor=divisor)
+    divisor = divisor or {"u1": 255.0, "u2": 65535.0}.get(dtype, 1.0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = stored.astype(np.float32) * np.float32(1 / divisor)
+    assert np.array_equal(inputs.permute(0, 2, 3, 1).numpy(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("flip", [True, False])
+@pytest.mark.parametrize("shift", [0, 2])
+def test_16_bits_are_moved_as_8_bits_are(flip, shift):
+    pipeline = hp.Pipeline(dtype=torch.float64, augmentation=Augmentation(flip, shift))
+    words = torch.from_numpy(images().numpy().astype(np.uint16) * 257)
+    of_bytes = pipeline.inputs(images(), KEY) * 255
+    of_words = pipeline.inputs(words, KEY) * 65535
+    assert torch.equal(of_words.round(), of_bytes.round() * 257)
+    assert words.dtype == torch.uint16 and words.view(torch.int16).min() < 0
 
 
 def test_noise_is_on_the_augmented_image_which_is_the_target():

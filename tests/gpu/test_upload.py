@@ -60,9 +60,9 @@ def test_a_gpu_makes_the_bits_of_the_cpu(case):
     assert not torch.equal(there[0].images[:1], there[-3].images[:1])
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_floats_have_the_bits_of_the_cpu_too(dtype):
-    settings = {"augmentation": Augmentation(True, 0)}
+@pytest.mark.parametrize("dtype", [np.uint16, np.float16, np.float32, np.float64])
+def test_other_types_have_the_bits_of_the_cpu_too(dtype):
+    settings = {"augmentation": Augmentation(True, 1)}
     here, there = (batches(device, settings, dtype=dtype) for device in ("cpu", "cuda"))
     for one, other in zip(here, there, strict=True):
         assert torch.equal(one.images, other.images.cpu())

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -60,22 +59,14 @@ def stages_before_input(run: Any, shard: int, key: int) -> dict[str, Tensor | np
     partition = loader.partition
     split = loader.split
     read = np.empty((partition.count(STEP, shard), *split.image_shape), split.dtype)
-    samples = loader._read((0, shard, STEP * partition.shares[shard]), key, read)
-    divisor = split.pack.divisor  # with which values are divided when they are read
-    stored = values_in_file(split, samples) if divisor else read
+    loader._read((0, shard, STEP * partition.shares[shard]), key, read)
     augmentation = Augmentation(run.config.flip, run.config.shift)
     pipeline = hp.Pipeline(augmentation=augmentation)
-    unit = pipeline.inputs(torch.from_numpy(read), key)
+    unit = pipeline.inputs(torch.from_numpy(read), key, split.divisor)
     augmented = unit.permute(0, 2, 3, 1).numpy()
-    if stored.dtype.kind == "u":
-        augmented = (augmented * (divisor or 255)).round().astype(stored.dtype)
-    return {"stored": stored, "augmented": augmented, "unit": unit}
-
-
-def values_in_file(split: Any, samples: np.ndarray) -> np.ndarray:
-    """Samples (n,) of an HDF5 file in NHWC, whose splits are datasets of their own."""
-    with h5py.File(split.info.path) as file:
-        return file[split.info.images.dataset][:][split.info.rows[samples]]
+    if read.dtype.kind == "u":
+        augmented = (augmented * split.divisor).round().astype(read.dtype)
+    return {"stored": read, "augmented": augmented, "unit": unit}
 
 
 def lines_of_block(run: Any) -> list[str]:

@@ -20,6 +20,7 @@ class Source:
         self.images = rng.integers(0, 256, (rows, *shape)).astype(dtype)
         self.labels = rng.integers(0, 10, rows)
         self.image_shape, self.dtype, self.fails_at = shape, self.images.dtype, fails_at
+        self.divisor = None  # that of the type
         self.asked, self.buffers = [], []
         self.gate = threading.Event()  # `gather` waits until it is open
         self.gate.set()
