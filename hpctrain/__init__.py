@@ -42,7 +42,7 @@ _NAMES = {  # of the public API, by module
     "parallel.mpi": ("start_mpi",),
     "parallel.overlap": ("choose_reduce",),
     "report.history": ("History",),
-    "training.train": ("TrainingResult",),
+    "training.session": ("TrainingResult",),
 }
 __version__ = "0.1.0"
 __all__ = sorted(name for names in _NAMES.values() for name in names)
@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # "as" exports a name
     from hpctrain.parallel.mpi import start_mpi as start_mpi
     from hpctrain.parallel.overlap import choose_reduce as choose_reduce
     from hpctrain.report.history import History as History
-    from hpctrain.training.train import TrainingResult as TrainingResult
+    from hpctrain.training.session import TrainingResult as TrainingResult
 else:  # to a type checker, every name would be known
 
     def __getattr__(name):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.inference.evaluate import Evaluation
     from hpctrain.parallel.mpi import Comm
     from hpctrain.training.control import OnEvaluation
-    from hpctrain.training.train import TrainingResult
+    from hpctrain.training.session import TrainingResult
 
 Settings = TypeVar("Settings", Config, EvaluateConfig)
 
@@ -61,7 +61,7 @@ def train(
     given = Config() if config is None else config
     with _all_ranks("train", given, settings) as (chosen, comm):
         from hpctrain.parallel.mpi import check_on_root
-        from hpctrain.training.train import run_training
+        from hpctrain.training.session import run_training
 
         check_on_root(comm, "on_evaluation", on_evaluation)
         return run_training(chosen, comm, on_evaluation)

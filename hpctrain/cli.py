@@ -49,7 +49,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command(RANKS, "training.train", config.Config, "train a network (the default)"),
+    "train": Command(RANKS, "training.session", config.Config, "train a network (the default)"),
     "pack": Command(ALONE, "packing.make", config.PackConfig, "put image files in one HDF5 pack"),
     "sweep": Command(LAUNCHER, "sweep.driver", config.SweepConfig, "train many networks"),
     "supervise": Command(LAUNCHER, "supervise", config.SuperviseConfig, "restart a failed run"),

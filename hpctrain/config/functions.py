@@ -99,7 +99,7 @@ def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: boo
 
     It is called wherever a file names functions: a file of --config, of a sweep, of a run or of a
     network. A function named on the command line is trusted. A run is resumed by the command that
-    names its functions, as it began (training/folder.py: keep_settings).
+    names its functions, as it began (training/resume.py: keep_settings).
     """
     named = dict.fromkeys(str(value) for name, value in settings.items() if is_own(name, value))
     if named and not trust_code:

@@ -26,7 +26,7 @@ from hpctrain.parallel.mpi import agreed, allgather, minimum
 from hpctrain.streams import Event, Snapshot, record_event
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.run import MOST_LISTED, NonFinite, Run
+from hpctrain.training.state import MOST_LISTED, NonFinite, Run
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing, running_time
 

@@ -61,13 +61,13 @@ from hpctrain.plan import Facts, Plan, cpu_threads, extend, model_name, resolve
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.text import brief, counted, listed
-from hpctrain.training.folder import PreviousLaunch
 from hpctrain.training.optimizer import freeze
 from hpctrain.training.probe import FIRST_ROWS, check_sizes, probe_model
-from hpctrain.training.run import Run
+from hpctrain.training.resume import PreviousLaunch
 from hpctrain.training.scaling import choose_scaling
 from hpctrain.training.staging import stage
-from hpctrain.training.trainer import Trainer
+from hpctrain.training.state import Run
+from hpctrain.training.step import Trainer
 from hpctrain.watchdog import doing
 
 NOTED_BYTES = 1 << 30  # on each rank for what is kept of samples; if it is more, a note says so

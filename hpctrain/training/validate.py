@@ -19,7 +19,7 @@ from hpctrain.outcome import Status
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
 from hpctrain.report.metrics import Metrics
-from hpctrain.training.run import CannotContinue, Reached, Run, read_on_all
+from hpctrain.training.state import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing, running_time
 
 #: What the file of a network holds of the run's settings, plan and pack, by their names there.

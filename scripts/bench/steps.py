@@ -18,8 +18,8 @@ from hpctrain.cli import parse
 from hpctrain.data.loader import Batch
 from hpctrain.numerics import torch_flags
 from hpctrain.parallel.mpi import start_mpi
-from hpctrain.training.run import Run
 from hpctrain.training.setup import set_up
+from hpctrain.training.state import Run
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss
 

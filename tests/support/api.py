@@ -8,7 +8,7 @@ test of today's code, not of what it promises. The public API is `import hpctrai
 from __future__ import annotations
 
 from hpctrain.cli import main as command_line
-from hpctrain.training.train import run_training as train
+from hpctrain.training.session import run_training as train
 
 __all__ = ["command_line", "train"]
 
@@ -124,7 +124,7 @@ from hpctrain.tasks.task import task_class
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
-from hpctrain.training.trainer import tensor_checksum
+from hpctrain.training.step import tensor_checksum
 
 __all__ += ["IN_FLIGHT", "check_repeats", "clip_gradient", "make_gradients"]
 __all__ += ["task_class", "tensor_checksum"]

@@ -33,7 +33,7 @@ from hpctrain.tasks.task import Task
 from hpctrain.text import listed
 from hpctrain.training.checkpoint import Tensors, Writer
 from hpctrain.training.control import Control
-from hpctrain.training.trainer import Trainer
+from hpctrain.training.step import Trainer
 
 MOST_LISTED = 16  # ranks in an error
 

@@ -25,13 +25,13 @@ from hpctrain.report.find import NETWORK_FILE
 from hpctrain.report.sinks import open_recorder
 from hpctrain.text import counted, say
 from hpctrain.torch_errors import explain_errors
-from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadline
-from hpctrain.training.folder import PreviousLaunch
+from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.loop import save_checkpoint, train_epochs
-from hpctrain.training.run import CannotContinue, NonFinite, Run
+from hpctrain.training.resume import PreviousLaunch, find_previous_launch, restore
 from hpctrain.training.setup import find_pack, require_validation, set_up, use_network_of_init
+from hpctrain.training.state import CannotContinue, NonFinite, Run
 from hpctrain.training.validate import choose_network, save_network, test, validate
 from hpctrain.watchdog import current, doing, started, waiting
 
@@ -76,7 +76,7 @@ def run_training(
         stack.callback(lock.release)
         stack.enter_context(explain_errors(RunError))
         started("setting up")
-        earlier = on_root(comm, folder.find_previous_launch, config, lock)
+        earlier = on_root(comm, find_previous_launch, config, lock)
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
             return on_root(comm, say_finished, earlier)
         config = earlier.config if earlier else on_root(comm, use_network_of_init, config)
@@ -89,10 +89,10 @@ def run_training(
             return TrainingResult(None, Status.PLANNED)
         on_root(comm, require_validation, "on_evaluation", on_evaluation is not None, run.pack)
         if earlier:
-            run.notes[:0] = folder.restore(run, earlier)
-            run.folder = on_root(comm, folder.open_run_folder, run, earlier)
+            run.notes[:0] = restore(run, earlier)
+            run.folder = on_root(comm, open_run_folder, run, earlier)
         else:
-            run.folder = on_root(comm, folder.make_run_folder, run, lock)
+            run.folder = on_root(comm, make_run_folder, run, lock)
         mine, first = run.folder if comm.rank == 0 else None, run.progress.step
         best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
         with on_all(comm):
@@ -135,7 +135,7 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
 
 def describe_run(run: Run) -> None:
     """Record what is known before the first step of a launch."""
-    facts = folder.run_facts(run)
+    facts = run_facts(run)
     run.recorder.write("run", **facts)
     for note in run.notes:
         run.recorder.note(note)
