@@ -32,6 +32,8 @@ from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
 from hpctrain.streams import IN_FLIGHT, Clock, Snapshot
 from hpctrain.tasks.task import Task
+from hpctrain.training.average import Average
+from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.compute import make_backward
 from hpctrain.training.optimizer import (
     clip_gradient,
@@ -39,10 +41,6 @@ from hpctrain.training.optimizer import (
     make_optimizer,
     parameter_groups,
 )
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by element size; others: int64
-FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
-AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
 
 
 class Trainer:
@@ -62,15 +60,15 @@ class Trainer:
         `shards` are those of each rank. Raises UsageError, the same on all ranks, if they differ in
         what they compute with.
         """
-        comm, model = transport.comm, norms.model
+        comm = transport.comm
+        model = norms.model
         self.model = model
         self.norms = norms
         self.task = task
         with on_all(comm):
             groups = parameter_groups(model, config)
-            self.message = message = Message(
-                model, norms.channels, comm.rank, comm.size, groups, task.sums
-            )
+            message = Message(model, norms.channels, comm.rank, comm.size, groups, task.sums)
+        self.message = message
         alike: dict[str, object] = {
             "hpctrain": __version__,
             "torch": torch.__version__,
@@ -85,16 +83,18 @@ class Trainer:
         with on_all(comm):
             self.backward = make_backward(model, task, message, config.compile, config.cuda_graphs)
         broadcast(comm, message.weights)
-        in_order, dtype = shards if config.deterministic else None, config.comm_dtype
+        in_order = shards if config.deterministic else None
         with on_all(comm):
-            self.reduce = choose_reduce(comm, message, in_order, dtype, transport, config.overlap)
+            self.reduce = choose_reduce(
+                comm, message, in_order, config.comm_dtype, transport, config.overlap
+            )
         self.optimizer = make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups)
         self.clip_norm = config.clip_norm
         #: Number of steps that are started before the totals of one are read.
         self.in_flight = IN_FLIGHT[message.device.type]
-        self.decay, network = config.ema or 0.0, (message.weights.data, norms.running)
-        #: Averages of --ema, and what they are averages of: weights, running statistics.
-        self.averages = tuple((t.clone(), t) for t in network) if config.ema else ()
+        self.average: Average | None = None  # of --ema
+        if config.ema:
+            self.average = Average(message.weights.data, norms, config.ema)
         self.clock = Clock(message.device)
 
     def step(
@@ -117,7 +117,9 @@ class Trainer:
         A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do
         the steps that follow before its totals are read.
         """
-        message, norms, clock = self.message, self.norms, self.clock
+        message = self.message
+        norms = self.norms
+        clock = self.clock
         if rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
@@ -151,8 +153,8 @@ class Trainer:
         gate_update(self.optimizer, message.skipped)
         self.optimizer.step()
         reported = message.report()
-        if self.averages:
-            self.update_averages()
+        if self.average:
+            self.average.update(message.skipped)
         return reported
 
     def state(self) -> dict[str, Tensor]:
@@ -161,17 +163,23 @@ class Trainer:
         These are weights, optimizer state, running statistics and the average; and, prefixed with
         "model.", buffers other than running statistics, and frozen parameters.
         """
-        found = {"weights": self.message.weights.data}
+        tensors = {"weights": self.message.weights.data}
         for number, (weights, _) in enumerate(self.message.groups):
             group = f"{number}." if len(self.message.groups) > 1 else ""
             for name, value in sorted(self.optimizer.state[weights].items()):
-                found[f"optimizer.{group}{name}"] = value
-        found |= {f"norms.{n}": getattr(self.norms, n) for n in ("running", "shift", "updates")}
-        if self.averages:
-            found["ema.weights"], found["ema.running"] = (own for own, _ in self.averages)
-        model = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
-        model |= {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
-        return found | {f"model.{name}": tensor for name, tensor in model.items()}
+                tensors[f"optimizer.{group}{name}"] = value
+        for name in ("running", "shift", "updates"):
+            tensors[f"norms.{name}"] = getattr(self.norms, name)
+        if self.average:
+            tensors["ema.weights"] = self.average.weights
+            tensors["ema.running"] = self.average.running
+        for name, buffer in self.model.named_buffers():
+            if not self.norms.owns(buffer):
+                tensors[f"model.{name}"] = buffer
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                tensors[f"model.{name}"] = parameter.data
+        return tensors
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -181,11 +189,11 @@ class Trainer:
         """
         state = self.state()
         for name, tensor in tensors.items():
-            own = state.pop(name, None)
-            if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+            mine = state.pop(name, None)
+            if mine is None or (mine.shape, mine.dtype) != (tensor.shape, tensor.dtype):
                 has = f"{tuple(tensor.shape)} of {tensor.dtype}"
                 raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
-            own.copy_(tensor)
+            mine.copy_(tensor)
         if state:
             raise ValueError(f"it lacks the tensor {next(iter(state))!r}")
         self.norms.restore()
@@ -198,69 +206,35 @@ class Trainer:
         self.norms.restore()  # the buffers may hold the statistics of an earlier step
         tensors = dict((*self.model.named_parameters(), *self.model.named_buffers()))
         held_twice = ("weights", "norms.running", "norms.updates", "model.")
-        tensors |= {n: t for n, t in self.state().items() if not n.startswith(held_twice)}
-        found = torch.stack([tensor_checksum(tensor) for tensor in tensors.values()])
-        return dict(zip(tensors, found.tolist(), strict=True))
+        for name, tensor in self.state().items():
+            if not name.startswith(held_twice):
+                tensors[name] = tensor
+        checksums = torch.stack([tensor_checksum(tensor) for tensor in tensors.values()])
+        return dict(zip(tensors, checksums.tolist(), strict=True))
 
     def digest(self, figures: str) -> str:
         """Return the digest of a run (hex): model and optimizer state, chain of `figures`."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, tensor in self.state().items():
             if name.startswith("optimizer."):
-                found.update(as_bytes(tensor).numpy().data)
+                digest.update(as_bytes(tensor).numpy().data)
         for name, tensor in sorted(self.model.state_dict().items()):
-            found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            found.update(hashlib.sha256(as_bytes(tensor).numpy().data).digest())
-        found.update(figures.encode())
-        return found.hexdigest()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(hashlib.sha256(as_bytes(tensor).numpy().data).digest())
+        digest.update(figures.encode())
+        return digest.hexdigest()
 
-    @torch.no_grad()
-    def update_averages(self) -> None:
-        """Average the network exponentially, ``--ema``; nothing changes if the step was skipped.
-
-            average <- decay average + (1 - decay) weights
-
-        after every update of the weights (Polyak and Juditsky 1992; Tarvainen and Valpola 2017,
-        arXiv:1703.01780). The average begins with the weights before the first step and sends no
-        message: equal weights on all ranks have equal averages. Running statistics are averaged in
-        the same way, as in timm's ModelEmaV3. Other buffers are those of the network.
-        """
-        share = (1 - self.decay) * (1 - self.message.skipped)
-        for average, current in self.averages:
-            average.lerp_(current, share)
-
-    @torch.no_grad()
-    def swap_averages(self) -> None:
+    def swap_average(self) -> None:
         """Exchange the average, if there is one, with the network in the model."""
-        for average, current in self.averages:
-            kept = current.clone()
-            current.copy_(average)
-            average.copy_(kept)
+        if self.average:
+            self.average.swap()
         self.norms.restore()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the model be the average, if there is one, in the block."""
-        self.swap_averages()
+        self.swap_average()
         try:
             yield
         finally:
-            self.swap_averages()
-
-
-def tensor_checksum(tensor: Tensor) -> Tensor:
-    """Return the sum over i of word i x ((i x FACTOR) | 1), modulo 2^64, as an int64 on the device.
-
-    The words are the bits of the elements, in the order of `flatten`. The order of additions does
-    not matter, since they are integers. The factors are odd, so a single word that differs always
-    changes the sum; several cancel with a probability of about 2^-64.
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    words = flat.view(WORDS.get(flat.element_size(), torch.int64))
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    step = AT_ONCE[tensor.device.type]
-    for start in range(0, len(words), step):
-        part = words[start : start + step]
-        places = torch.arange(start, start + len(part), device=tensor.device)
-        found += places.mul_(FACTOR).bitwise_or_(1).mul_(part).sum()
-    return found
+            self.swap_average()

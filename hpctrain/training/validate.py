@@ -99,7 +99,7 @@ def choose_network(run: Run) -> None:
             tensors[name].copy_(tensor)
         trainer.norms.read()
         chosen = state.best
-    trainer.swap_averages()
+    trainer.swap_average()
     state.final = chosen
 
 

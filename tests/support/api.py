@@ -121,10 +121,10 @@ __all__ += ["Permutation", "make_order"]
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
 from hpctrain.tasks.denoise import add_noise
 from hpctrain.tasks.task import task_class
+from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
-from hpctrain.training.step import tensor_checksum
 
 __all__ += ["IN_FLIGHT", "check_repeats", "clip_gradient", "make_gradients"]
 __all__ += ["task_class", "tensor_checksum"]
