@@ -19,10 +19,19 @@ if TYPE_CHECKING:
 
 SIDE = 84  # approximate pixels of the shorter side: images are enlarged by an integer factor
 LARGEST = 240  # pixels of the longer side of an image with a caption
-GAP, LINE = 4, 16  # pixels between images, and of a line of a caption
+GAP = 4  # pixels between images
+LINE = 16  # pixels of a line of a caption
 NARROWEST = 120  # pixels of a caption below a narrower image
 IN_A_ROW = 8
-COLUMNS = ("file", "row", "source", "class", "label", "prediction", "probability")  # of answers
+COLUMNS = (  # of answers
+    "file",
+    "row",
+    "source",
+    "class",
+    "label",
+    "prediction",
+    "probability",
+)
 
 Row = Sequence[str]
 
@@ -55,7 +64,8 @@ def open_table(output: str, header: Sequence[str]) -> Iterator[Callable[[Iterabl
         if output != "-":
             stack.enter_context(writing(output))  # closing the file may fail, even after an error
             remove_left_behind(Path(output))
-            file = stack.enter_context(as_text(stack.enter_context(whole_file(Path(output)))))
+            binary = stack.enter_context(whole_file(Path(output)))
+            file = stack.enter_context(as_text(binary))
         table = csv.writer(file, lineterminator="\n")
 
         def write(rows: Iterable[Row]) -> None:
@@ -73,7 +83,9 @@ def print_line(line: str) -> None:
 
 
 def draw_captioned(
-    images: np.ndarray, captions: Sequence[tuple[str, ...]], marked: Collection[int] = ()
+    images: np.ndarray,
+    captions: Sequence[tuple[str, ...]],
+    marked: Collection[int] = (),
 ) -> np.ndarray:
     """Draw images (n, H, W, C) in rows, each above the lines of its caption.
 
@@ -85,26 +97,39 @@ def draw_captioned(
 
     if images.dtype != np.uint8:
         images = np.nan_to_num(images.astype(np.float32))
-        low, high = min(0.0, float(images.min())), max(1.0, float(images.max()))
+        low = min(0.0, float(images.min()))
+        high = max(1.0, float(images.max()))
         images = (images - low) / (high - low)
     scale = max(1, SIDE // min(images.shape[1:3]))
-    tiles = [_image(each.repeat(scale, 0).repeat(scale, 1)) for each in images]
+    tiles = [_image(image.repeat(scale, 0).repeat(scale, 1)) for image in images]
     for tile in tiles:
         tile.thumbnail((LARGEST, LARGEST))  # shrinks larger ones only
-    high = tiles[0].height + LINE * len(captions[0]) + 3 * GAP
-    wide = max(tiles[0].width, NARROWEST) + 2 * GAP
+    height = tiles[0].height + LINE * len(captions[0]) + 3 * GAP
+    width = max(tiles[0].width, NARROWEST) + 2 * GAP
     columns = min(len(tiles), IN_A_ROW)
-    sheet = Image.new("RGB", (columns * wide, -(-len(tiles) // columns) * high), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=LINE - 3)
+    rows = -(-len(tiles) // columns)
+    sheet = Image.new(
+        "RGB",
+        (columns * width, rows * height),
+        "white",
+    )
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=LINE - 3)
     for number, (tile, lines) in enumerate(zip(tiles, captions, strict=True)):
-        left, top = GAP + number % columns * wide, GAP + number // columns * high
+        row, column = divmod(number, columns)
+        left = GAP + column * width
+        top = GAP + row * height
         sheet.paste(tile, (left, top))
         for place, line in enumerate(lines):
-            ink = "crimson" if number in marked and place >= len(lines) - 2 else "black"
             shorter = (brief(line, most) for most in range(len(line), 2, -1))
-            text = next((t for t in shorter if font.getlength(t) <= wide - 2 * GAP), line)
-            below = top + tile.height + GAP + place * LINE
-            draw.text((left, below), text, fill=ink, font=font)
+            text = next((t for t in shorter if font.getlength(t) <= width - 2 * GAP), line)
+            is_marked = number in marked and place >= len(lines) - 2
+            draw.text(
+                (left, top + tile.height + GAP + place * LINE),
+                text,
+                fill="crimson" if is_marked else "black",
+                font=font,
+            )
     return np.asarray(sheet)
 
 
@@ -120,4 +145,6 @@ def _image(values: np.ndarray) -> Any:
 
     if values.dtype.kind == "f":
         values = (values.clip(0, 1) * 255).round().astype(np.uint8)
-    return Image.fromarray(values if values.shape[2] == 3 else values[:, :, 0])
+    if values.shape[2] != 3:
+        values = values[:, :, 0]
+    return Image.fromarray(values)
