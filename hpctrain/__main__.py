@@ -35,7 +35,8 @@ def program() -> int:
     except BrokenPipeError:  # as in `hpctrain --help | head -1`
         discard_stdout()
         return 1
-    if error := output_error():
+    error = output_error()
+    if error:
         say(f"hpctrain: cannot write standard output: {error.strerror}", sys.stderr)
         return code or 1
     return code

@@ -20,7 +20,8 @@ def fault(point: str) -> None:
     if not given.startswith(f"{point}:"):
         return
     _, kind, left = f"{given}:1".split(":")[:3]
-    os.environ["HPCTRAIN_FAULT"] = now = f"{point}:{kind}:{max(int(left) - 1, 0)}"
+    now = f"{point}:{kind}:{max(int(left) - 1, 0)}"
+    os.environ["HPCTRAIN_FAULT"] = now
     if left != "1":
         return
     match kind:

@@ -82,8 +82,10 @@ def own_sessions(folder: str) -> dict[str, str]:
 def caught_signals() -> Iterator[ReceivedSignals]:
     """Within the block, append each signal in `CAUGHT` and its time to the list yielded."""
     received: ReceivedSignals = []
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    with signals_handled(CAUGHT[ignored:], lambda n: received.append((n, time.monotonic()))):
+    caught = set(CAUGHT)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+        caught.remove(signal.SIGHUP)
+    with signals_handled(caught, lambda number: received.append((number, time.monotonic()))):
         yield received
 
 

@@ -49,7 +49,8 @@ CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file 
 APART = 6  # runs that have columns of their own
 NAMES = 30  # in a column of a legend
 FIRST = "accuracy", "loss"  # panels, from the top
-OWN = "metrics_", "balanced_accuracy"  # columns of validations: figures of --metric, and more
+METRICS = "metrics_"  # before the names of --metric, in the columns of validations
+MORE = (METRICS, "balanced_accuracy")  # how other columns with a panel begin
 DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
 DOTS: dict[str, Any] = {
     "linestyle": "none",
@@ -133,7 +134,7 @@ def read_curves(name: str, folder: Path) -> RunCurves:
     """
     history = History.read(folder)
     per_epoch = history.facts.get("steps_per_epoch") or 1  # unknown: nothing is recorded yet
-    more = [name for name in history.evaluations if name.startswith(OWN)]
+    more = [name for name in history.evaluations if name.startswith(MORE)]
     curves = {}
     for column in (*FIRST, *more):
         training = _points(history, column, "epochs", 1.0)
@@ -141,7 +142,7 @@ def read_curves(name: str, folder: Path) -> RunCurves:
             training = _points(history, column, "training", per_epoch)
         validation = _points(history, column, "validation", per_epoch)
         if len(training) or len(validation):
-            name_of_panel = column.removeprefix(OWN[0]).replace("_", " ")
+            name_of_panel = column.removeprefix(METRICS).replace("_", " ")
             curves[name_of_panel] = (training, validation)
     if not curves:
         raise UsageError(f"{name} has recorded nothing to plot yet")

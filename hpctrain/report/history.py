@@ -210,7 +210,8 @@ class History:
             except UsageError as error:  # such as lines lost in a power failure
                 self.lost += 1
                 self.problem = self.problem or str(error)
-        self.version += self._position != began
+        if self._position != began:
+            self.version += 1
 
     def _add(self, record: Record) -> None:
         if record["kind"] == "run":
