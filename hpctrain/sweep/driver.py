@@ -436,13 +436,16 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
     lines: list[Sequence[object]] = [header]
     for training, table in zip(trainings, tables, strict=True):
         history = training.history
+        best = history.best_validation()
         line = (
             training.network.name,
             training.status,
             training.outcome.reason,
             *(table[name] for name in names),
-            *reversed(history.best_validation()),
-            *reversed(history.test),
+            best.accuracy,
+            best.loss,
+            history.test.accuracy,
+            history.test.loss,
             history.completed,
             round(history.seconds, 1),
         )
