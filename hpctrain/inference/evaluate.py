@@ -28,7 +28,7 @@ from hpctrain.data.scale import Scale, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
-from hpctrain.inference.network import Inference, find_model, require_split
+from hpctrain.inference.network import Inference, Source, find_model, require_split
 from hpctrain.memory import keep_memory
 from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
@@ -49,7 +49,7 @@ from hpctrain.torch_errors import explain_errors
 from hpctrain.watchdog import started
 
 if TYPE_CHECKING:
-    from hpctrain.inference.trained import Images, TrainedNetwork
+    from hpctrain.inference.trained import TrainedNetwork
 
 AnyTally = TypeVar("AnyTally", bound=Tally)
 
@@ -313,7 +313,7 @@ def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split) -> N
     say("\n".join([*lines, last]))
 
 
-def draw_answers(path: Path, source: Split | Images, captioned: Sequence[Captioned]) -> list[str]:
+def draw_answers(path: Path, source: Source, captioned: Sequence[Captioned]) -> list[str]:
     """Write a picture of images of `source`, as they are stored, each above its caption.
 
     A caption is the image's name and the lines of its answer, of which the last two are red if it

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from hpctrain.data.loader import Prefetcher
 from hpctrain.data.pack import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.split import Bad, Split
+from hpctrain.data.split import Bad
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng, seed_torch
@@ -35,9 +35,6 @@ from hpctrain.tasks.tally import Block
 from hpctrain.tasks.task import Task
 from hpctrain.text import say
 from hpctrain.watchdog import doing
-
-if TYPE_CHECKING:
-    from hpctrain.inference.trained import Images
 
 Key = TypeVar("Key")  # of what is computed of a block
 
@@ -72,6 +69,29 @@ def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
     raise UsageError(f"there is no run {target!r} in {runs_dir}, and no such file{near}")
 
 
+class Source(Protocol):
+    """Images that can be read by row: a `Split`, or files and arrays of a user."""
+
+    name: str
+    image_shape: tuple[int, int, int]  # (H, W, C)
+    dtype: np.dtype
+
+    @property
+    def divisor(self) -> float:
+        """By which the pipeline divides its values."""
+
+    def __len__(self) -> int: ...
+
+    def source_of(self, index: int) -> str:
+        """Return where an image came from, or ""."""
+
+    def read_labels(self, indices: np.ndarray, bad: Bad) -> np.ndarray | None:
+        """Return the labels (n,) of rows (n,), and describe wrong ones; None if there are none."""
+
+    def gather(self, indices: np.ndarray, out: np.ndarray, *, bad: Bad) -> object:
+        """Read rows (n,) into `out` (n, H, W, C), and describe those that cannot be used."""
+
+
 class Inference(NamedTuple):
     """A network on its device, ready to compute blocks of images."""
 
@@ -85,7 +105,7 @@ class Inference(NamedTuple):
         return -(-samples // self.rows)
 
     def answers(
-        self, source: Split | Images, numbers: Iterable[int]
+        self, source: Source, numbers: Iterable[int]
     ) -> Generator[tuple[Block, np.ndarray], None, None]:
         """Yield blocks with their usable rows only, and what the network answers to these.
 
@@ -110,7 +130,7 @@ class Inference(NamedTuple):
     @torch.no_grad()
     def outputs(
         self,
-        source: Split | Images,
+        source: Source,
         numbers: Iterable[int],
         compute: Callable[..., dict[Key, Tensor]],
         go_on: Callable[[], bool] = lambda: True,
