@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.data.scale import FULL, is_divided
+from hpctrain.data.scale import FULL
 from hpctrain.streams import copy_to_device
 
 CACHED_VALUES = 1 << 17  # scaled at a time on the CPU: 512 KiB of float32 stay in a core's cache
@@ -95,22 +95,16 @@ def to_input(
     )
     name = str(images.dtype).removeprefix("torch.")
     whole = divisor or FULL.get(name, 1.0)
-    divided_first = is_divided(name, whole)
     scale = offset = None
     if mean is not None and std is not None:
-        scale, offset = _scale_and_offset(
-            mean, std, 1.0 if divided_first else whole, values, channels_last
-        )
+        scale, offset = _scale_and_offset(mean, std, whole, values, channels_last)
     lying = images.permute(0, 3, 1, 2)
     step = max(1, n if images.is_cuda else CACHED_VALUES // max(1, height * width * channels))
     for first in range(0, n, step):
-        stored = lying[first : first + step]
-        if divided_first:
-            stored = stored.float() * (1 / whole)
-        part = values[first : first + step].copy_(stored)
+        part = values[first : first + step].copy_(lying[first : first + step])
         if scale is not None and offset is not None:
             _as_rows(part, channels_last).mul_(scale).add_(offset)
-        elif whole != 1 and not divided_first:
+        elif whole != 1:
             # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
             part.mul_(1 / whole)
     return values.to(dtype)

@@ -111,6 +111,20 @@ def test_stored_values_are_multiplied_by_the_inverse_of_the_divisor_in_float32(d
     assert np.array_equal(inputs.permute(0, 2, 3, 1).numpy(), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_picture_has_the_same_bits_in_8_bits_whatever_stands_for_1(dtype):
+    """Division and normalization are one multiplication and one addition."""
+    pipeline = hp.Pipeline(dtype=dtype, scaling=SCALING)
+    inputs = pipeline.inputs(images())
+    words = torch.from_numpy(images().numpy().astype(np.uint16))
+    assert torch.equal(pipeline.inputs(words, divisor=255), inputs)
+    assert torch.equal(pipeline.inputs(images().float(), divisor=255), inputs)
+    mean, std = (torch.tensor(values).double()[:, None, None] for values in SCALING)
+    scale = (1 / (4095 * std)).to(dtype)
+    expected = words.permute(0, 3, 1, 2).to(dtype) * scale + (-mean / std).to(dtype)
+    assert torch.equal(pipeline.inputs(words, divisor=4095), expected)
+
+
 @pytest.mark.parametrize("flip", [True, False])
 @pytest.mark.parametrize("shift", [0, 2])
 def test_16_bits_are_moved_as_8_bits_are(flip, shift):
