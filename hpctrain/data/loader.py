@@ -44,7 +44,7 @@ class Batch:
 
     shard: int
     images: torch.Tensor  # (m_j, C, H, W)
-    targets: torch.Tensor  # labels (m_j,) int64, or what the pipeline's stage makes of them
+    targets: torch.Tensor  # (m_j, ...): class labels, or what the pipeline's stage makes of them
     key: int  # for the random numbers of this step and shard
 
 
@@ -153,7 +153,7 @@ class Loader:
         """Read consecutive `shards` of `split` in an `order`, which holds partition and seed.
 
         `pipeline` makes inputs and targets; None = images as float32 in [0, 1] on the CPU, and
-        labels. `epochs` is their number: the first steps of the next one are prefetched before one
+        targets. `epochs` is their number: the first steps of the next one are prefetched before one
         ends. Raises UsageError for random crops of samples that are not JPEG files.
         """
         if options.random_crop and not split.pack.fit:
@@ -233,16 +233,16 @@ class Loader:
             keys.append(key)
             done += count
         samples = np.concatenate(parts)
-        labels = torch.from_numpy(self.split.read_labels(samples, bad))
+        targets = torch.from_numpy(self.split.read_targets(samples, bad))
 
         def make(images: torch.Tensor) -> list[Batch]:
             sizes = [*counts.values()]
             divisor = self.split.divisor
-            targets = copy_to_device(labels, images.device)
-            parts = zip(counts, keys, images.split(sizes), targets.split(sizes), strict=True)
+            uploaded = copy_to_device(targets, images.device)
+            parts = zip(counts, keys, images.split(sizes), uploaded.split(sizes), strict=True)
             return [
-                Batch(shard, *self.pipeline.make(stored, labels_of, key, divisor), key)
-                for shard, key, stored, labels_of in parts
+                Batch(shard, *self.pipeline.make(stored, targets_of, key, divisor), key)
+                for shard, key, stored, targets_of in parts
             ]
 
         batches = self._upload.make(done, make) if done else []
@@ -252,7 +252,7 @@ class Loader:
 
     @cached_property
     def _kept(self) -> np.ndarray | None:
-        """The images of all samples that the shards may read, if they fit; labels are held."""
+        """The images of all samples that the shards may read, if they fit; targets are held."""
         reach = self.order.reach(self.shards)
         self.split.hold(reach)
         size = len(reach) * self.split.pack.image_bytes

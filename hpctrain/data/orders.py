@@ -31,7 +31,7 @@ KEPT = 1 << 22  # largest permutation that is drawn and kept: 16 MiB
 ROUNDS = 6
 
 Made = TypeVar("Made")
-LabelsOf = Callable[[np.ndarray], np.ndarray]  # samples (n,) -> their labels (n,)
+ClassesOf = Callable[[np.ndarray], np.ndarray]  # samples (n,) -> their classes (n,)
 
 
 class Order:
@@ -171,10 +171,10 @@ class BalancedOrder(Order):
         partition: Partition,
         seed: int,
         everywhere: bool,
-        labels_of: LabelsOf,
+        classes_of: ClassesOf,
     ) -> None:
         super().__init__(partition, seed, everywhere)
-        self.labels_of = labels_of
+        self.classes_of = classes_of
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         pool = self._pool(shard)
@@ -204,7 +204,7 @@ class BalancedOrder(Order):
 
         def make() -> list[np.ndarray]:
             samples = np.arange(reach.start, reach.stop)
-            labels = self.labels_of(samples)
+            labels = self.classes_of(samples)
             by_class = np.argsort(labels, kind="stable")
             return np.split(samples[by_class], np.flatnonzero(np.diff(labels[by_class])) + 1)
 
@@ -216,7 +216,7 @@ class BalancedOrder(Order):
         These are means over epochs.
         """
         members = self.classes(shard)
-        labels = self.labels_of(np.array([samples[0] for samples in members]))
+        labels = self.classes_of(np.array([samples[0] for samples in members]))
         drawn = np.zeros(classes)
         drawn[labels] = self.partition.sizes[shard] / len(members)
         return drawn
@@ -228,14 +228,14 @@ def make_order(
     seed: int,
     block_rows: int = 1,
     window_blocks: int = 1,
-    labels_of: LabelsOf | None = None,
+    classes_of: ClassesOf | None = None,
 ) -> Order:
     """Return the order of that name; `block_rows` and `window_blocks` are for "blocks".
 
-    With `labels_of`, which returns the labels of samples (n,), all classes are drawn equally often.
+    With `classes_of`, which returns the classes of samples (n,), all are drawn equally often.
     """
-    if labels_of is not None:
-        return BalancedOrder(partition, seed, name == "global", labels_of)
+    if classes_of is not None:
+        return BalancedOrder(partition, seed, name == "global", classes_of)
     if name == "blocks":
         return BlockOrder(partition, seed, block_rows, window_blocks)
     return Order(partition, seed, everywhere=name == "global")

@@ -166,15 +166,15 @@ class Split:
         return unusable
 
     @cached_property
-    def labels(self) -> np.ndarray:
-        """The labels of all samples, (N,) int64, read on first access and kept: 8 bytes each."""
-        return np.concatenate([np.empty(0, np.int64), *map(self.read_labels, pieces(len(self)))])
+    def targets(self) -> np.ndarray:
+        """The targets of all samples, (N,) int64, read on first access and kept: 8 bytes each."""
+        return np.concatenate([np.empty(0, np.int64), *map(self.read_targets, pieces(len(self)))])
 
-    def read_labels(self, indices: np.ndarray, bad: Bad | None = None) -> np.ndarray:
-        """Return the labels of the samples `indices` (n,), (n,) int64. Raises RunError.
+    def read_targets(self, indices: np.ndarray, bad: Bad | None = None) -> np.ndarray:
+        """Return the targets of the samples `indices` (n,): class labels, (n,) int64.
 
-        A label that is not a class is described in `bad` and returned as 0; without `bad`, it
-        raises RunError.
+        A label that is not a class is described in `bad` and returned as 0. Raises RunError, for
+        that, too, without `bad`.
         """
         self._check_indices(indices)
         labels = self._read_numbers("labels", indices).astype(np.int64)
@@ -191,11 +191,11 @@ class Split:
         return labels
 
     def count_classes(self) -> np.ndarray:
-        """Return the number of samples of each class, (K,) int64. Reads all labels, in parts."""
+        """Return the number of samples of each class, (K,) int64. Reads all targets, in parts."""
         classes = len(self.pack.classes)
         counts = np.zeros(classes, np.int64)
         for piece in pieces(len(self)):
-            counts += np.bincount(self.read_labels(piece), minlength=classes)
+            counts += np.bincount(self.read_targets(piece), minlength=classes)
         return counts
 
     def hold(self, samples: range) -> None:

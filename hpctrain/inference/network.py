@@ -85,8 +85,8 @@ class Source(Protocol):
     def source_of(self, index: int) -> str:
         """Return where an image came from, or ""."""
 
-    def read_labels(self, indices: np.ndarray, bad: Bad) -> np.ndarray | None:
-        """Return the labels (n,) of rows (n,), and describe wrong ones; None if there are none."""
+    def read_targets(self, indices: np.ndarray, bad: Bad) -> np.ndarray | None:
+        """Return the targets (n, ...) of rows (n,), and describe wrong ones; None if unknown."""
 
     def gather(self, indices: np.ndarray, out: np.ndarray, *, bad: Bad) -> object:
         """Read rows (n,) into `out` (n, H, W, C), and describe those that cannot be used."""
@@ -124,8 +124,8 @@ class Inference(NamedTuple):
                 name = source.source_of(row) or f"row {row}"
                 block.bad.setdefault(row, f"{name}: the network's answer is not finite")
             usable = ~np.isin(block.rows, list(block.bad))
-            labels = None if block.labels is None else block.labels[usable]
-            yield block._replace(rows=block.rows[usable], labels=labels), answers[usable]
+            targets = None if block.targets is None else block.targets[usable]
+            yield block._replace(rows=block.rows[usable], targets=targets), answers[usable]
 
     @torch.no_grad()
     def outputs(
@@ -137,7 +137,7 @@ class Inference(NamedTuple):
     ) -> Generator[tuple[Block, dict[Key, np.ndarray]], None, None]:
         """Yield the blocks of these `numbers`, each with its results on the host, by name.
 
-        `compute` is called with the input of a block and, if there are labels, the task's target,
+        `compute` is called with the input of a block and, if there are targets, the task's targets,
         in evaluation mode and with the block's own random numbers. Unusable images are replaced by
         black ones. The first block for which `go_on` returns False ends the iteration.
         """
@@ -150,16 +150,16 @@ class Inference(NamedTuple):
             images, bad, key = upload.buffer(len(rows)), Bad(), random_key("evaluation", number)
             source.gather(rows, images, bad=bad)
             images[np.isin(rows, list(bad))] = 0
-            labels = source.read_labels(rows, bad)
+            stored = source.read_targets(rows, bad)
 
             def work(images: Tensor) -> tuple[Tensor, ...]:
-                if labels is None:
+                if stored is None:
                     return (self.pipeline.inputs(images, key, source.divisor),)
-                targets = copy_to_device(torch.from_numpy(labels), device)
+                targets = copy_to_device(torch.from_numpy(stored), device)
                 return self.pipeline.make(images, targets, key, source.divisor)
 
             tensors = upload.make(len(rows), work)
-            return Block(number, rows, labels, bad), tensors, upload.record_event()
+            return Block(number, rows, stored, bad), tensors, upload.record_event()
 
         def computed(loaded: Prefetcher) -> Iterator[tuple[Block, dict[Key, Tensor]]]:
             for block, tensors, made in loaded:

@@ -119,7 +119,7 @@ def table_rows(
 ) -> Iterator[list[str]]:
     """Yield a row for each image of a block: its name, its target if it is known, its answer."""
     for number, (name, answer) in enumerate(zip(names, answers, strict=True)):
-        target = [] if block.labels is None else [task.target_text(block.labels[number])]
+        target = [] if block.targets is None else [task.target_text(block.targets[number])]
         yield [*name, *target, *task.cells(answer)]
 
 

@@ -311,8 +311,8 @@ class Images:
         }
         return {text: int(np.count_nonzero(self._kinds & change)) for change, text in texts.items()}
 
-    def read_labels(self, indices: np.ndarray, bad: Bad) -> None:
-        """Return None: no labels are known."""
+    def read_targets(self, indices: np.ndarray, bad: Bad) -> None:
+        """Return None: no targets are known."""
 
     def gather(self, indices: np.ndarray, out: np.ndarray, *, bad: Bad) -> None:
         """Read rows (n,) in several threads into `out` (n, H, W, C); describe unusable ones."""

@@ -99,7 +99,7 @@ def check_pack(path: str) -> int:
                 bad = Bad()
                 pixels = np.empty((len(rows), *split.image_shape), split.dtype)
                 split.gather(rows, pixels, bad=bad)
-                split.read_labels(rows, bad)
+                split.read_targets(rows, bad)
                 for text in [*bad.values()][: max(0, MOST_NAMED - count)]:
                     note(text)
                 count += len(bad)

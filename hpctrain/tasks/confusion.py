@@ -38,8 +38,8 @@ class Confusion(Tally):
         return {"predicted": outputs.argmax(1)}
 
     def add(self, block: Block, measured: Mapping[str, np.ndarray]) -> None:
-        assert block.labels is not None
-        self.count(block.labels, measured["predicted"])
+        assert block.targets is not None
+        self.count(block.targets, measured["predicted"])
 
     def count(self, true: np.ndarray, predicted: np.ndarray) -> None:
         """Count samples of these true and predicted classes, (n,) integers each."""

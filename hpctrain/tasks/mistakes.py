@@ -26,7 +26,7 @@ def answers_of(
     block: Block, predictions: np.ndarray, probabilities: np.ndarray, chosen: np.ndarray
 ) -> list[Answer]:
     """Return the answers to the `chosen` images of a block, of those to all, (n,) each."""
-    labels = block.labels
+    labels = block.targets
     if labels is None:
         labels = np.full(len(block.rows), None)
     columns = block.rows, labels, predictions, probabilities
@@ -47,7 +47,7 @@ class Mistakes(Tally):
         return {"predicted": predicted, "probabilities": probabilities.double()}
 
     def add(self, block: Block, measured: Mapping[str, np.ndarray]) -> None:
-        wrong = measured["predicted"] != block.labels
+        wrong = measured["predicted"] != block.targets
         self.total += int(wrong.sum())
         self._keep(answers_of(block, measured["predicted"], measured["probabilities"], wrong))
 

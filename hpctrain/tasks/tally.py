@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
     number: int
     rows: np.ndarray  # (n,), of the split or of the list of files
-    labels: np.ndarray | None  # (n,); None: not known
+    targets: np.ndarray | None  # (n, ...), as they are stored; None: not known
     bad: Bad  # rows that cannot be used, and why
 
 

@@ -72,9 +72,9 @@ def probe_model(
         images = read_images(source, rows)
     except RunError as error:
         raise UsageError(str(error)) from None
-    labels = torch.from_numpy(source.read_labels(rows))
+    targets = torch.from_numpy(source.read_targets(rows))
     key = random_key(config.seed, "probe")
-    inputs, targets = pipeline.make(images, labels, key, source.divisor)
+    inputs, targets = pipeline.make(images, targets, key, source.divisor)
     shape = task.output_shape(source.image_shape, len(source.pack.classes))
     torch.manual_seed(key)
     try:
@@ -442,9 +442,9 @@ def check_sizes(
     if min(shares + blocks) >= most:
         return
     rows = np.arange(most)
-    labels = torch.from_numpy(source.read_labels(rows))
+    targets = torch.from_numpy(source.read_targets(rows))
     key = random_key(0, "sizes")
-    inputs, targets = pipeline.make(read_images(source, rows), labels, key, source.divisor)
+    inputs, targets = pipeline.make(read_images(source, rows), targets, key, source.divisor)
     with fork_rng(inputs.device):
         if min(shares) < most:
             check_backward(model, task, inputs[: min(shares)], targets[: min(shares)])

@@ -467,9 +467,9 @@ def open_order(
     """
 
     def order_of(split: Split) -> Order:
-        labels_of = split.read_labels if config.balanced_sampling else None
+        classes_of = split.read_targets if config.balanced_sampling else None
         blocks = plan.block_rows, plan.window_blocks
-        return make_order(plan.shuffle, plan.partition, config.seed, *blocks, labels_of)
+        return make_order(plan.shuffle, plan.partition, config.seed, *blocks, classes_of)
 
     train, order = source, order_of(source)
     reach = order.reach(shards)

@@ -102,7 +102,7 @@ def keep_batches(job: TrainingJob, pack: Pack, rank: int, size: int) -> Batches:
             rows = rank * count + np.arange(start, min(start + batch, count))
             images = source.gather(rows, np.empty((len(rows), *pack.image_shape), np.uint8))
             ready = to_input(torch.from_numpy(images), channels_last=job.channels_last)
-            batches.append((ready, torch.from_numpy(source.read_labels(rows))))
+            batches.append((ready, torch.from_numpy(source.read_targets(rows))))
     return iter(batches * job.epochs)
 
 

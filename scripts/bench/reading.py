@@ -88,10 +88,10 @@ def make_files(folder: Path, source: str | None) -> None:
     once = read_pack(make_pack(settings))
     make_pack(replace(settings, output=str(folder / "jpeg.h5"), encoding="jpeg"))
     with Split(once, "train") as rows:
-        shape = (len(rows.labels), *once.image_shape)
+        shape = (len(rows.targets), *once.image_shape)
         pixels = rows.gather(np.arange(shape[0]), np.empty(shape, np.uint8))
         pixels = np.tile(pixels, (COPIES, 1, 1, 1))
-        labels = np.tile(rows.labels, COPIES)
+        labels = np.tile(rows.targets, COPIES)
     hp.write_pack(folder / "raw.h5", {"train": (pixels, labels)}, once.classes, {"source": "bench"})
     chunks = {"chunks": (CHUNK_ROWS, *once.image_shape), "compression": "gzip"}
     for name, storage in (("plain.h5", {}), ("gzip.h5", chunks)):

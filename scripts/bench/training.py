@@ -109,7 +109,7 @@ def make_job(options: Namespace, folder: Path) -> TrainingJob:
             raise UsageError(f"{options.data} has {samples:,} training images, {rows:,} are needed")
         with Split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
-            labels = source.read_labels(np.arange(rows))
+            labels = source.read_targets(np.arange(rows))
     hp.write_pack(path, {"train": (images, labels)}, classes, {"source": "scripts.bench"})
     return TrainingJob("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
 

@@ -278,9 +278,9 @@ def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
         partition, blocks = hp.cut_epoch(len(split), 128, 2), pack.block_rows
         settings = {"block_rows": blocks or 1, "window_blocks": 5000}
         order = make_order(name, partition, 0, **settings)
-        assert 1e-3 < mix(order, split.labels, 64) < 0.999
+        assert 1e-3 < mix(order, split.targets, 64) < 0.999
         plain = make_order("partition", partition, 0)
-        assert mix(plain, np.sort(split.labels), 64) < 1e-9
+        assert mix(plain, np.sort(split.targets), 64) < 1e-9
 
 
 # Identity

@@ -259,5 +259,5 @@ def test_jpeg_files_decode_to_the_rows_of_a_pack_of_pixels(tmp_path, size, crop,
     path = make_pack(root, tmp_path / "b.h5", encoding="jpeg", **settings)
     with hp.Split(hp.read_pack(path), "train") as split:
         found = split.gather(np.arange(16), np.empty_like(images))
-        assert np.array_equal(found, images) and np.array_equal(split.labels, labels)
+        assert np.array_equal(found, images) and np.array_equal(split.targets, labels)
     assert facts(path)["mean"].tolist() == facts(tmp_path / "a.h5")["mean"].tolist()

@@ -60,7 +60,7 @@ def test_batches_are_the_samples_of_the_partition(read_buffer):
             for batch, chosen in zip(batches, filter(len, rows), strict=True):
                 plain = source.images[chosen].transpose(0, 3, 1, 2).astype(np.float32) / 255
                 np.testing.assert_allclose(batch.images.numpy(), plain, rtol=1e-6, atol=0)
-                assert batch.targets.tolist() == source.labels[chosen].tolist()
+                assert batch.targets.tolist() == source.targets[chosen].tolist()
         assert step == 6
     assert whole_epoch(0) != whole_epoch(1)
 
@@ -148,7 +148,7 @@ def test_windows_are_read_in_long_runs_two_of_a_shard_at_most():
         for batch in batches:
             first = step * PARTITION.shares[batch.shard]
             rows = other.samples(0, batch.shard, first, len(batch.images))
-            assert batch.targets.tolist() == source.labels[rows].tolist()
+            assert batch.targets.tolist() == source.targets[rows].tolist()
         assert sum(buffer() is not None for buffer in source.buffers) <= 2 * len(MINE)
     runs = [np.count_nonzero(np.diff(rows) != 1) + 1 for rows in source.asked]
     assert max(runs) <= 3

@@ -80,8 +80,8 @@ def test_all_samples_are_read_with_their_labels(opened):
         scale = 255 if images.dtype.kind == "f" else 1
         stored = {image.tobytes(): label for image, label in zip(IMAGES, LABELS, strict=True)}
         found = [stored[np.rint(image * scale).astype(np.uint8).tobytes()] for image in images]
-        assert split.labels.tolist() == found
-    assert split.read_labels(np.array([3, 0, 3])).tolist() == split.labels[[3, 0, 3]].tolist()
+        assert split.targets.tolist() == found
+    assert split.read_targets(np.array([3, 0, 3])).tolist() == split.targets[[3, 0, 3]].tolist()
 
 
 @given(

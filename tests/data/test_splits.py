@@ -193,10 +193,10 @@ def test_every_class_is_divided_exactly_by_the_shares(tmp_path_factory, class_si
             assert not expected[:, position].any()
             continue
         with hp.Split(found, split) as samples:
-            sizes = np.bincount(samples.labels, minlength=len(class_sizes))
+            sizes = np.bincount(samples.targets, minlength=len(class_sizes))
             out = np.empty((len(samples), 1, 1, 1), samples.dtype)
             which = samples.gather(np.arange(len(samples)), out).ravel().astype(int)
         assert sizes.tolist() == expected[:, position].tolist()
-        assert np.array_equal(samples.labels, labels[which])
+        assert np.array_equal(samples.targets, labels[which])
         rows += which.tolist()
     assert sorted(rows) == list(range(len(labels)))

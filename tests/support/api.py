@@ -111,7 +111,7 @@ def make_order(name, partition, seed, labels=None, everywhere=False, **blocks):
     `labels`, of all samples.
     """
     if labels is not None:
-        name, blocks = "global" if everywhere else name, {"labels_of": labels.take}
+        name, blocks = "global" if everywhere else name, {"classes_of": labels.take}
     return make_plain_order(name, partition, seed, **blocks)
 
 

@@ -37,4 +37,4 @@ def contents(pack, name="train", order=None):
     with hp.Split(pack, name) as split:
         order = np.arange(len(split)) if order is None else order
         out = np.empty((len(order), *split.image_shape), split.dtype)
-        return split.gather(order, out), split.labels[order]
+        return split.gather(order, out), split.targets[order]

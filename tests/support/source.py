@@ -18,7 +18,7 @@ class Source:
         """Cannot be read any more from the call of `gather` with the number `fails_at` on."""
         rng = np.random.default_rng(1)
         self.images = rng.integers(0, 256, (rows, *shape)).astype(dtype)
-        self.labels = rng.integers(0, 10, rows)
+        self.targets = rng.integers(0, 10, rows)
         self.image_shape, self.dtype, self.fails_at = shape, self.images.dtype, fails_at
         self.divisor = None  # that of the type
         self.asked, self.buffers = [], []
@@ -26,8 +26,8 @@ class Source:
         self.gate.set()
         self.pack = SimpleNamespace(fit="", image_bytes=self.images[0].nbytes)
 
-    def read_labels(self, indices, bad=None):
-        return self.labels[indices]
+    def read_targets(self, indices, bad=None):
+        return self.targets[indices]
 
     def hold(self, samples):
         pass
