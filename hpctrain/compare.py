@@ -19,6 +19,7 @@ import torch
 from hpctrain.config import CompareConfig, Config
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
+from hpctrain.models.weights import Tensors
 from hpctrain.outcome import Status
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import NETWORK_FILE, find_folder
@@ -28,7 +29,6 @@ from hpctrain.report.settings import UnreadableFile, read_plan_of, read_settings
 from hpctrain.text import brief, say
 from hpctrain.training.checkpoint import newest
 
-Tensors = dict[str, torch.Tensor]
 #: Not compared, since a run is equal without them; the plan has the learning rate.
 NOT_COMPARED = ("run", "runs_dir", "progress", "tensorboard", "settings", "chosen", "lr")
 MOST_TENSORS = 30  # shown

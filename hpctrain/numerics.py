@@ -22,7 +22,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 #: Torch's modes for operations that have no deterministic form.
-OFF, WARN, REFUSE = range(3)
+OFF = 0
+WARN = 1
+ERROR = 2
 
 
 def seed_torch(key: int, device: torch.device) -> None:
@@ -72,7 +74,7 @@ def torch_flags(
         if deterministic:
             # Read when cuBLAS starts; older torch refuses to be deterministic without it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        _set_debug_mode(REFUSE if deterministic else OFF)
+        _set_debug_mode(ERROR if deterministic else OFF)
         for owner, name, value in flags:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
@@ -92,7 +94,7 @@ def without_benchmark() -> Iterator[None]:
 
 
 def _set_debug_mode(mode: int) -> None:
-    """Set torch's deterministic mode: `OFF`, `WARN` or `REFUSE`."""
+    """Set torch's deterministic mode: `OFF`, `WARN` or `ERROR`."""
     if "torch._inductor.config" in sys.modules:  # the compiler has a switch of its own
         torch.use_deterministic_algorithms(mode != OFF, warn_only=mode == WARN)
     else:  # the same without importing the compiler, which takes longer than importing torch

@@ -28,12 +28,11 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import sync
 from hpctrain.memory import empty_on_host
-from hpctrain.models.weights import CorruptFile, read_tensors, write_tensors
+from hpctrain.models.weights import CorruptFile, Tensors, read_tensors, write_tensors
 from hpctrain.report.find import CHECKPOINTS, best_file, best_steps, checkpoint_steps
 from hpctrain.report.record import FILE_NAME
 
 FORMAT = 1
-Tensors = dict[str, torch.Tensor]
 
 
 class Checkpoint(NamedTuple):

@@ -22,6 +22,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from hpctrain.models import InitialWeights
+from hpctrain.models.weights import Tensors
 from hpctrain.outcome import Status
 from hpctrain.parallel.hosts import HostCores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_root
@@ -31,7 +32,7 @@ from hpctrain.report.metrics import Metrics
 from hpctrain.report.record import Recorder
 from hpctrain.tasks.task import Task
 from hpctrain.text import listed
-from hpctrain.training.checkpoint import Tensors, Writer
+from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control
 from hpctrain.training.step import Trainer
 
