@@ -10,11 +10,14 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.mistakes import Answer, Mistakes, answers_of
 from hpctrain.tasks.tally import Block, Tally, two_sums
 from hpctrain.tasks.task import Captioned, Task
+from hpctrain.text import brief, listed
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,29 @@ class Classify(Task):
             unrecorded=() if is_balanced else ("balanced_accuracy",),
             **own,
         )
+
+    @classmethod
+    def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
+        """Return the weight of each class that --class-weights asks for.
+
+        "balanced" stands for n / (K n_c) as in scikit-learn, with n_c of n training samples in
+        class c of K.
+        """
+        given = settings["class_weights"]
+        if given is None:
+            return ()
+        classes = train.pack.classes
+        setting = f"--class-weights {brief(given)}"
+        if not given:  # balanced
+            counts = train.count_classes()
+            if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+                none = f"no training image is of class {listed(empty, 3)}"
+                raise UsageError(f"{setting}: {none}; give a number for each class")
+            return tuple((counts.sum() / (len(classes) * counts)).tolist())
+        if len(given) != len(classes):
+            has = f"{len(given)} weights for {len(classes)} classes, {listed(classes)}"
+            raise UsageError(f"{setting}: {has}")
+        return tuple(given)
 
     @staticmethod
     def output_shape(image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hpctrain.config.functions import Imported
 from hpctrain.data.pack import Pack
+from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng
@@ -100,6 +101,14 @@ class Task(ABC):
     @classmethod  # noqa: B027 (most tasks learn from any pack)
     def check_data(cls, pack: Pack) -> None:
         """Raise UsageError if it cannot be learned from a pack."""
+
+    @classmethod
+    def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
+        """Return the weights of classes that the settings ask for, which the plan keeps; () = none.
+
+        They may follow from the targets of the training split. Raises UsageError.
+        """
+        return ()
 
     @staticmethod
     @abstractmethod

@@ -27,10 +27,12 @@ from hpctrain.text import counted, say
 from hpctrain.torch_errors import explain_errors
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadline
+from hpctrain.training.data import find_pack, require_validation
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.loop import save_checkpoint, train_epochs
+from hpctrain.training.network import use_network_of_init
 from hpctrain.training.resume import PreviousLaunch, find_previous_launch, restore
-from hpctrain.training.setup import find_pack, require_validation, set_up, use_network_of_init
+from hpctrain.training.setup import set_up
 from hpctrain.training.state import CannotContinue, NonFinite, Run
 from hpctrain.training.validate import choose_network, save_network, test, validate
 from hpctrain.watchdog import current, doing, started, waiting

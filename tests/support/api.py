@@ -170,6 +170,6 @@ def names_of_changes(changes):
 from hpctrain.plan import Facts, read_plan
 from hpctrain.plan import extend as extend_plan
 from hpctrain.plan import resolve as resolve_plan
-from hpctrain.training.setup import check_memory
+from hpctrain.training.data import check_memory
 
 __all__ += ["Facts", "check_memory", "extend_plan", "read_plan", "resolve_plan"]

@@ -1,0 +1,203 @@
+"""The first act of a set-up: the data of a run, and the order in which a rank reads them.
+
+With ``--stage DIR`` every host copies the data that its ranks read to its own disk
+(``staging.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.config import Config, Every
+from hpctrain.cores import check_threads
+from hpctrain.data.orders import BalancedOrder, Order, make_order
+from hpctrain.data.pack import External, Pack, SplitInfo, read_pack
+from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
+from hpctrain.inference.network import require_split
+from hpctrain.memory import keep_memory
+from hpctrain.packing.find import find_pack_path
+from hpctrain.parallel.device import choose_device, unused_gpus_note
+from hpctrain.parallel.hosts import JobCores, core_notes, share_cores
+from hpctrain.parallel.mpi import (
+    Comm,
+    allgather,
+    comm_of_host,
+    on_all,
+    on_root,
+)
+from hpctrain.plan import Plan, cpu_threads
+from hpctrain.tasks.task import task_class
+from hpctrain.text import counted, listed
+from hpctrain.training.probe import FIRST_ROWS
+from hpctrain.training.staging import stage
+from hpctrain.watchdog import doing
+
+NOTED_BYTES = 1 << 30  # on each rank for what is kept of samples; if it is more, a note says so
+SORTED_BYTES = 48  # of a sample while --balanced-sampling sorts samples by class
+
+
+class TrainingData(NamedTuple):
+    """What a rank reads samples from, and computes on."""
+
+    pack: Pack
+    train: Split
+    device: torch.device
+    cores: JobCores
+    threads: int  # of torch
+    notes: list[str]  # for the user; those that are empty are left out
+
+
+def open_data(config: Config, comm: Comm, begun: Plan | None) -> TrainingData:
+    """Open the training split, choose the device, and set the threads of torch. Collective.
+
+    Rank 0 opens the pack for all; ranks of a host share its GPUs and cores.
+    """
+    pack = on_root(comm, find_pack, config)
+    local_rank = comm_of_host(comm).rank
+    with on_all(comm):
+        check_data(config, pack)
+        device = choose_device(config.device, local_rank)
+    cores = share_cores(comm)
+    threads = cpu_threads(config, cores.threads, begun)
+    with on_all(comm):
+        train = Split(pack, "train", cores.decoding_threads(device.type), config.verify)
+        torch.set_num_threads(threads)  # launchers set 1 or all cores
+        check_threads(threads)
+    keep_memory()
+    asked_by = "--threads" if config.threads else "OMP_NUM_THREADS"
+    return TrainingData(
+        pack=pack,
+        train=train,
+        device=device,
+        cores=cores,
+        threads=threads,
+        notes=[
+            *core_notes(cores.scarcest, threads, asked_by),
+            unused_gpus_note(config.device, device),
+        ],
+    )
+
+
+def find_pack(config: Config) -> Pack:
+    """Find (or make), check and open the pack, or the file of --images (rank 0)."""
+    path = find_pack_path(config.data, config.cache_dir)
+    if config.images is not None and config.labels is not None:
+        from hpctrain.data.external import read_external  # imports h5py
+
+        blocks = None if config.shuffle == "blocks" else 0
+        names = config.images, config.labels, config.layout
+        options = External(*names, config.table()["split"], config.seed, blocks, config.max_value)
+        return read_external(path, options)
+    pack = read_pack(path)
+    require_split(pack, "train")
+    return pack
+
+
+def check_data(config: Config, pack: Pack) -> None:
+    """Raise UsageError for settings that do not fit the pack."""
+    height, width, _ = pack.image_shape
+    if not 0 <= config.shift < min(height, width):  # else nothing of an image could be left
+        most = min(height, width) - 1
+        raise UsageError(f"--shift {config.shift}: images of {width}x{height} allow 0 to {most}")
+    if config.random_crop and not pack.fit:
+        raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
+    task_class(config.task).check_data(pack)
+    require_validation("--final best", config.final == "best", pack)
+    require_validation("--patience", config.patience, pack)
+    every = config.validate_every not in (Config.validate_every, Every("0"))
+    require_validation("--validate-every", every, pack)
+
+
+def require_validation(flag: str, given: object, pack: Pack) -> None:
+    """Raise UsageError if `flag` is given and the pack has no validation split."""
+    if given and "validation" not in pack.splits:
+        how = "train" if pack.external is not None else "pack"
+        raise UsageError(
+            f"{flag} needs a split validation, and {pack.path} has none: {how} with --split"
+            " 0.8,0.1,0.1"
+        )
+
+
+def open_order(
+    config: Config, plan: Plan, source: Split, shards: range, comm: Comm
+) -> tuple[Split, Order]:
+    """Return the training split, and the order in which this rank reads its `shards`. Collective.
+
+    With --stage the split is that of a copy on this host, and `source` is closed. Labels, checksums
+    and offsets that this rank may need are read now and kept. Raises the same error on all ranks.
+    """
+
+    def order_of(split: Split) -> Order:
+        classes_of = split.read_targets if config.balanced_sampling else None
+        blocks = plan.block_rows, plan.window_blocks
+        return make_order(plan.shuffle, plan.partition, config.seed, *blocks, classes_of)
+
+    train, order = source, order_of(source)
+    reach = order.reach(shards)
+    if config.stage and not config.dry_run:
+        needed = reach
+        if comm.rank == 0:  # it also tests own functions with the first samples
+            needed = range(0, max(reach.stop, min(FIRST_ROWS, len(source))))
+        pack = stage(config.stage, source, needed, comm)
+        source.close()
+        with on_all(comm):
+            train = Split(pack, "train", source.threads, config.verify)
+        order = order_of(train)
+        doing("setting up")  # replaces the last piece that was staged
+    with on_all(comm):
+        train.hold(reach)
+        if isinstance(order, BalancedOrder):  # reads all labels of the shards
+            for shard in shards:
+                order.classes(shard)
+    return train, order
+
+
+def balance_note(order: Order, shards: range, classes: Sequence[str], comm: Comm) -> str:
+    """Return a note on classes that --balanced-sampling draws too rarely, "" if none. Collective.
+
+    A shard of --shuffle partition cannot draw a class of which it has no sample.
+    """
+    if not isinstance(order, BalancedOrder) or order.everywhere:
+        return ""
+    own = [order.drawn(shard, len(classes)) for shard in shards]
+    drawn = np.array([counts for part in allgather(comm, own) for counts in part])  # (shards, K)
+    absent, totals = (drawn == 0).sum(0), drawn.sum(0)
+    lacking = np.flatnonzero(absent).tolist()
+    if not lacking:
+        return ""
+    rare = [f"{classes[k]} {absent[k]} ({totals[k]:,.0f} images an epoch)" for k in lacking]
+    return (
+        f"--balanced-sampling: some of {len(drawn):,} shards lack a class and cannot draw it:"
+        f" {listed(rare, 3)}; of other classes up to {totals.max():,.0f} images are drawn an epoch;"
+        " --shuffle global draws all equally often"
+    )
+
+
+def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:
+    """Return a note on the memory that --shuffle global takes on each rank, "" if it is little.
+
+    A rank then keeps the labels, checksums and offsets of all samples. Raises UsageError if that is
+    more than the memory of this host, on which `ranks` ranks run.
+    """
+    columns = (info.labels, info.offsets, info.crc32 if config.verify else None)
+    each = sum(np.dtype(column.dtype).itemsize for column in columns if column is not None)
+    each += config.verify + SORTED_BYTES * config.balanced_sampling
+    if plan.shuffle != "global" or each * info.samples <= NOTED_BYTES:
+        return ""
+    gib = each * info.samples / 2**30
+    takes = (
+        f"--shuffle global keeps numbers of {info.samples:,} samples: {gib:,.1f} GiB on each rank"
+    )
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if gib * ranks > there:
+        raise UsageError(
+            f"{takes}, and this host has {there:,.1f} GiB for {counted(ranks, 'rank')}: use"
+            " --shuffle partition or blocks, or fewer ranks per host"
+        )
+    return takes

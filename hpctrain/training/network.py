@@ -1,0 +1,225 @@
+"""The second act of a set-up: the network before its first step, and what it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpctrain.config import Config
+from hpctrain.config.functions import Imported, is_own, source_files
+from hpctrain.data.augment import Augmentation
+from hpctrain.data.loader import read_samples
+from hpctrain.data.pack import Pack
+from hpctrain.data.partition import random_key
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.scale import UNLIKE, Scale
+from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
+from hpctrain.inference.network import find_model
+from hpctrain.models import (
+    InitialWeights,
+    build,
+    check_forward,
+    check_types,
+    input_like,
+    load_init,
+    read_model,
+)
+from hpctrain.models.init import Scaling
+from hpctrain.models.memory_format import crashing_in_nhwc, has_avx2_only, move_model
+from hpctrain.models.weights import is_torch_file
+from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.mpi import (
+    Comm,
+    agreed,
+    check_equal_on_all,
+    minimum,
+    on_all,
+    on_root,
+)
+from hpctrain.plan import model_name
+from hpctrain.tasks.functions import augment_by, check_augment, import_own
+from hpctrain.tasks.task import Task, make_task, task_class
+from hpctrain.training.data import TrainingData
+from hpctrain.training.optimizer import freeze
+from hpctrain.training.probe import FIRST_ROWS
+from hpctrain.training.resume import PreviousLaunch
+from hpctrain.training.scaling import choose_scaling
+
+
+class Network(NamedTuple):
+    """The network before its first step, and what it learns."""
+
+    config: Config  # with the memory format in which the network can be trained
+    norms: BatchNorms
+    task: Task
+    init: InitialWeights | None
+    augment: Imported | None  # function of --augment
+    weights: tuple[float, ...]  # of classes
+    scaling: Scaling
+    pipeline: Pipeline  # of training
+    is_nchw: bool  # chosen because NHWC crashes
+    notes: list[str]
+
+
+def make_network(
+    config: Config, comm: Comm, data: TrainingData, earlier: PreviousLaunch | None
+) -> Network:
+    """Make the network on the device, and what it learns: its task and scaling. Collective.
+
+    All ranks draw or read the same weights, agree on the memory format and on the weights of
+    classes, and compare the files of the user's own functions.
+    """
+    pack = data.pack
+    device = data.device
+    begun = earlier.plan if earlier else None
+    with on_all(comm):
+        model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
+        frozen = freeze(model, config.freeze)
+        check_types(model)
+    config, nchw = choose_memory_format(config, model, device, comm, resumed=begun is not None)
+    move_model(model, device, config.channels_last)
+    like = input_like(model)
+    weights = on_root(comm, task_class(config.task).find_weights, vars(config), data.train)
+    precision = begun.precision if begun else config.precision
+    resolved = {"precision": precision, "class_weights": weights}
+    with on_all(comm):
+        loss = import_own(config.loss, "--loss")
+        metric = import_own(config.metric, "--metric")
+        augment = import_own(config.augment, "--augment")
+        task = make_task({**vars(config), **resolved}, pack.classes, like, loss, metric)
+        scaling, why = choose_scaling(config, begun, pack, model, init)
+        check_normalized(scaling, pack)
+        norms = BatchNorms(model, config.batch_norm)
+    compare_code(config, pack, comm)
+    pipeline = Pipeline(
+        device=device,
+        dtype=like.dtype,
+        channels_last=config.channels_last,
+        scaling=scaling,
+        augmentation=Augmentation(config.flip, config.shift),
+        transform=partial(augment_by, augment) if augment else None,
+        stage=task.stage,
+    )
+    return Network(
+        config=config,
+        norms=norms,
+        task=task,
+        init=init,
+        augment=augment,
+        weights=weights,
+        scaling=scaling,
+        pipeline=pipeline,
+        is_nchw=bool(nchw),
+        notes=[nchw, str(init or ""), scale_note(init, pack), why, frozen],
+    )
+
+
+def use_network_of_init(config: Config) -> Config:
+    """Return the settings with the network of the file of --init, unless --model is given (rank 0).
+
+    A file of another program does not say which it is. Raises UsageError as `find_model` does, and
+    for a function of the user's own, which is imported only if it is named on the command line.
+    """
+    if config.init is None or config.model != "auto":
+        return config
+    path = find_model(config.init, config.runs_dir)
+    known = {} if is_torch_file(path) else read_model(path)[1]
+    if known.get("task") != config.task:
+        return config
+    name = known["model"]
+    if is_own("model", name):
+        raise UsageError(f"--init {config.init}: its network is {name}: give --model {name}")
+    small = config.small_stem or known["small_stem"]
+    return dataclasses.replace(config, model=name, small_stem=small)
+
+
+def make_model(
+    config: Config, pack: Pack, first_weights: bool
+) -> tuple[nn.Module, InitialWeights | None]:
+    """Make the network with equal initial weights on all ranks; also return those of --init."""
+    torch.manual_seed(random_key(config.seed, "weights"))
+    shape, classes = pack.image_shape, len(pack.classes)
+    model = build(model_name(config, shape), shape, classes, config.small_stem)
+    if not config.freeze:  # else it may freeze other types
+        check_types(model)
+    check_forward(model, shape, task_class(config.task).output_shape(shape, classes))
+    init = None
+    if config.init and first_weights:
+        init = load_init(model, find_model(config.init, config.runs_dir), classes, shape[2])
+    return model.train(), init
+
+
+def check_normalized(scaling: Scaling, pack: Pack) -> None:
+    """Raise UsageError for mean and std, which are of images in [0, 1], of far other images."""
+    if scaling and (pack.scale.low < 0 or pack.scale.reach > UNLIKE):
+        text = f"are of images in [0, 1], and {pack.path} holds {pack.scale}"
+        raise UsageError(f"mean and std {text}: give another --max-value, or --normalize unit")
+
+
+def scale_note(init: InitialWeights | None, pack: Pack) -> str:
+    """Return a note if the network of --init was trained on images of another scale, or ""."""
+    if init is None or init.stored is None:
+        return ""
+    trained = Scale(**init.stored)
+    if trained.is_like(pack.scale):
+        return ""
+    return f"--init {init.path}: its training was on {trained}; this one is on {pack.scale}"
+
+
+def choose_memory_format(
+    config: Config, model: nn.Module, device: torch.device, comm: Comm, resumed: bool
+) -> tuple[Config, str]:
+    """Return the settings without channels-last, and a note, if NHWC crashes on a rank. Collective.
+
+    Raises UsageError, the same on all ranks, if the run was begun in NHWC.
+    """
+    layer = crashing_in_nhwc(model) if config.channels_last and device.type == "cpu" else ""
+    if not layer or minimum(comm, not has_avx2_only()) == [1]:
+        return config, ""
+    why = (
+        "oneDNN, a library of torch, writes beyond its memory in NHWC in the gradient of layer"
+        f" {layer} (a 1x1 convolution with a stride and fewer than 8 input channels) on"
+        " a CPU with AVX2 and without AVX-512"
+    )
+    if resumed:
+        raise agreed(
+            UsageError(
+                f"the run was begun in NHWC, and {why}: resume it on the kind of CPU where it"
+                " began, or begin another with --no-channels-last"
+            )
+        )
+    return dataclasses.replace(config, channels_last=False), f"computed in NCHW: {why}"
+
+
+def compare_code(config: Config, pack: Pack, comm: Comm) -> None:
+    """Raise UsageError if ranks have other files or libraries that results depend on. Collective.
+
+    These are the files of the user's own functions, timm, and what decodes JPEG files.
+    """
+    code = source_files(vars(config))
+    if pack.fit:
+        from hpctrain.data.images import decoder_versions  # imports Pillow
+
+        code["what decodes JPEG files"] = decoder_versions()
+    if code:
+        check_equal_on_all(comm, code)
+
+
+def check_own_augment(network: Network, train: Split, comm: Comm) -> None:
+    """Test the function of --augment, if there is one, with the first samples. Collective."""
+    function = network.augment
+    if function is None:
+        return
+    before = dataclasses.replace(network.pipeline, transform=None, scaling=None)
+
+    def check() -> None:
+        rows = np.arange(min(FIRST_ROWS, len(train)))
+        check_augment(function, read_samples(train, rows, before), random_key("own functions"))
+
+    on_root(comm, check)
