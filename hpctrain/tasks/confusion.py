@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from hpctrain.parallel import mpi
-from hpctrain.parallel.mpi import Comm
 from hpctrain.tasks.tally import Block, Tally
 from hpctrain.watchdog import waiting
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from hpctrain.parallel.mpi import Comm
 
 DENSE = 2048  # most classes of a confusion matrix: 32 MiB
 PRINTED = 12  # most classes of a confusion matrix that fits a terminal
@@ -49,8 +49,10 @@ class Confusion(Tally):
             np.add.at(self.matrix, (true, predicted), 1)
 
     def merge(self, comm: Comm) -> None:
+        from hpctrain.parallel.mpi import MPI
+
         with waiting():
-            comm.Allreduce(mpi.MPI.IN_PLACE, self.counts)
+            comm.Allreduce(MPI.IN_PLACE, self.counts)
 
     @property
     def matrix(self) -> np.ndarray | None:

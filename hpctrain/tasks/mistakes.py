@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from hpctrain.parallel.mpi import Comm, allgather
 from hpctrain.tasks.tally import Block, Tally
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.mpi import Comm
 
 
 class Answer(NamedTuple):
@@ -52,6 +54,8 @@ class Mistakes(Tally):
         self._keep(answers_of(block, measured["predicted"], measured["probabilities"], wrong))
 
     def merge(self, comm: Comm) -> None:
+        from hpctrain.parallel.mpi import allgather
+
         parts = allgather(comm, (self.total, self.answers))
         self.total = sum(total for total, _ in parts)
         self.answers = []

@@ -4,6 +4,8 @@ A tally measures each block on the device, adds what it measured on the host, an
 ranks at the end. It must be the same whichever rank computed which block: integers are added
 exactly, and sums of floats are kept by block and added by math.fsum, in which the order has no
 effect.
+
+Only `Tally.merge` needs MPI, which it imports: networks are loaded and used without it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from torch import Tensor
 
 from hpctrain.data.split import Bad
 from hpctrain.errors import UsageError
-from hpctrain.parallel.mpi import Comm, agreed, allgather
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from hpctrain.parallel.mpi import Comm
 
 # outputs, inputs and targets of a block -> by figure, the sums of its values and weights
 FigureSums = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
@@ -83,6 +86,8 @@ class Means(Tally):
         self._blocks.append({name: sums.tolist() for name, sums in measured.items()})
 
     def merge(self, comm: Comm) -> None:
+        from hpctrain.parallel.mpi import allgather
+
         self._blocks = [sums for blocks in allgather(comm, self._blocks) for sums in blocks]
 
     def figures(self) -> dict[str, float | None]:
@@ -104,6 +109,8 @@ class OwnFigures(Means):
 
     def merge(self, comm: Comm) -> None:
         """Raises UsageError on all ranks if a block has other figures than the first one."""
+        from hpctrain.parallel.mpi import agreed
+
         super().merge(comm)
         if any(block.keys() != self._blocks[0].keys() for block in self._blocks):
             text = "did not give the same figures for each part of the split"
