@@ -118,18 +118,21 @@ class Scale(NamedTuple):
         Floats may hold NaN or infinity. Raises UsageError if their scale is another, or cannot be
         known.
         """
-        return self.apply_to_all([values])[0]
-
-    def apply_to_all(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return arrays of one type as `apply` does, by the range of all their values."""
-        dtype = arrays[0].dtype.name
+        dtype = values.dtype.name
         if self.is_bytes and dtype == "uint8":
-            return [*arrays]
-        lows, highs, are_whole = zip(*map(value_range, arrays), strict=True)
-        divisor = self.divisor_for(dtype, min(lows), max(highs), all(are_whole))
+            return values
+        divisor = self.divisor_of([values])
         if divisor == 1 and dtype in FLOATS:
-            return [*arrays]
-        return [divide(array, divisor) for array in arrays]
+            return values
+        return divide(values, divisor)
+
+    def divisor_of(self, arrays: Sequence[np.ndarray]) -> float:
+        """Return what arrays of one type are divided by, by the range of all their values.
+
+        Raises UsageError as `apply` does.
+        """
+        lows, highs, are_whole = zip(*map(value_range, arrays), strict=True)
+        return self.divisor_for(arrays[0].dtype.name, min(lows), max(highs), all(are_whole))
 
     def divisor_for(self, dtype: str, low: float, high: float, is_whole: bool = False) -> float:
         """Return what images of `dtype` with values from `low` to `high` are divided by.

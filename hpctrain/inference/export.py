@@ -82,8 +82,8 @@ def main(settings: ExportConfig) -> int:
     model = move_model(network.model, network.device, channels_last=False)
     shape = fixed or COMPARED, *network.image_shape
     images = draw_images(network.scale, shape, torch.Generator().manual_seed(0))
-    values = network.scale.apply(images.numpy())
-    inputs = network.inference.pipeline.inputs(torch.from_numpy(values)).contiguous()
+    pipeline = network.inference.pipeline
+    inputs = pipeline.inputs(images, divisor=network.scale.divisor).contiguous()
     logging.disable(logging.WARNING)  # of torch's exporter
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:

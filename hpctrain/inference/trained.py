@@ -30,7 +30,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.scale import FLOATS, FULL, Scale
+from hpctrain.data.scale import FLOATS, FULL, Scale, unit_values
 from hpctrain.data.split import Bad
 from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
@@ -177,7 +177,7 @@ class TrainedNetwork:
         opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
         say_range(opened, self.scale, *opened.limits)
-        return self.inference.pipeline.inputs(torch.from_numpy(pixels))
+        return self.inference.pipeline.inputs(torch.from_numpy(pixels), divisor=opened.divisor)
 
     def predict(
         self, images: Any, *, batch_size: int | None = None, skip_bad: bool = False
@@ -256,10 +256,12 @@ class Images:
         network: TrainedNetwork,
         images: Sequence[Path | Image.Image | np.ndarray],
         threads: int | None = None,
+        divisor: float = 1.0,
     ) -> None:
         """Take paths, or arrays of `as_array` and images of Pillow. Raises UsageError.
 
-        Files are decoded by `threads` threads, by default as those of a `Split`.
+        Files are decoded by `threads` threads, by default as those of a `Split`. Arrays of another
+        type than uint8 are stored values, which the pipeline divides by `divisor`.
         """
         self._threads = threads
         height, width, channels = self.image_shape = network.image_shape
@@ -273,8 +275,12 @@ class Images:
             takes = f"the network takes images of {channels} channels"
             raise UsageError(f"{takes}, and pictures have 1 or 3: give arrays to hp.load")
         self.dtype: np.dtype = getattr(next(iter(images), None), "dtype", np.dtype(np.uint8))
-        if self.dtype == np.uint8 and not network.scale.is_bytes:
-            self.dtype = np.dtype(np.float32)
+        self.divisor = divisor  # 1 also for images that are divided when they are read
+        if self.dtype == np.uint8:
+            if network.scale.is_bytes:
+                self.divisor = network.scale.divisor
+            else:
+                self.dtype = np.dtype(np.float32)
         self.are_files = any(isinstance(image, Path) for image in images)
         self._kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
         self._lows = np.zeros(len(images), np.float32)  # smallest values, in the network's scale
@@ -291,11 +297,6 @@ class Images:
     def source_of(self, index: int) -> str:
         """Return the name of the file, or the number of the image."""
         return self.names[index]
-
-    @property
-    def divisor(self) -> float:
-        """What images that are read are divided by: 255 for bytes; others are in the scale."""
-        return 255.0 if self.dtype == np.uint8 else 1.0
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -327,18 +328,19 @@ class Images:
             else:
                 image[:] = values
                 self._kinds[row] = changes.kinds
-                if values.dtype.kind == "f" and not np.isfinite(values).all():
+                unit = unit_values(values, self.divisor)
+                if unit.dtype.kind == "f" and not np.isfinite(unit).all():
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
                 elif not self._scale.is_bytes:
-                    self._lows[row] = values.min()
-                    self._highs[row] = values.max()
+                    self._lows[row] = unit.min()
+                    self._highs[row] = unit.max()
 
         with decode_threads(self._threads) as threads:
             list(threads.map(read, out, indices.tolist()))
 
     def _read(self, given: Any) -> tuple[np.ndarray, Changes]:
-        """Return an image (H, W, C), bytes for a network of bytes, else in the network's scale, and
-        what was changed in it.
+        """Return an image (H, W, C) and what was changed in it: an array of stored values as it is,
+        bytes for a network of bytes, and others in the network's scale.
 
         Raises BadImage, OSError, and UsageError if its scale cannot be known.
         """
@@ -393,7 +395,7 @@ def open_images(network: TrainedNetwork, given: Any) -> Images:
     if not types or np.dtype(np.uint8) in types:
         return Images(network, arrays)
     stored = [array for array in arrays if isinstance(array, np.ndarray)]  # there is no picture
-    return Images(network, network.scale.apply_to_all(stored))
+    return Images(network, stored, divisor=network.scale.divisor_of(stored))
 
 
 def is_batch(array: np.ndarray, image_shape: tuple[int, int, int]) -> bool:

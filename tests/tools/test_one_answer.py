@@ -313,6 +313,18 @@ def test_pictures_of_hdf5_files_have_one_answer(tmp_path, case):
     assert all("give" in text for text in refused.values())
 
 
+@pytest.mark.parametrize("case", ["16 bits", "12 bits", "raw 12 bits"])
+def test_stored_values_have_the_bits_of_their_split_when_they_are_normalized(tmp_path, case):
+    gray, max_value, _, _ = NETWORKS[case]
+    stored = np.stack([gray, gray[:, ::-1], gray[..., ::-1]], axis=3)
+    network = train_on(tmp_path, stored, max_value=max_value, normalize="imagenet")
+    pack = read(tmp_path / "a.h5", "x", "y", split="0.5,0.5", max_value=max_value)
+    with hp.Split(pack, "train") as split:
+        rows = split.info.rows
+        expected = hp.read_samples(split, range(len(split)), network.inference.pipeline)
+    assert torch.equal(network.preprocess(stored[rows]), expected)
+
+
 def train_on(folder, stored, **settings):
     """A network trained on these images in an HDF5 file."""
     path = write(folder / "a.h5", stored, LABELS)
