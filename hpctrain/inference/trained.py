@@ -39,9 +39,8 @@ from hpctrain.models.memory_format import move_model
 from hpctrain.numerics import torch_flags
 from hpctrain.parallel.device import choose_device
 from hpctrain.report.find import SETTINGS_FILE
-from hpctrain.report.results import answer_columns
 from hpctrain.report.settings import read_settings
-from hpctrain.tasks.task import make_task
+from hpctrain.tasks.task import make_task, task_class
 from hpctrain.text import MOST_NAMED, brief, counted, listed, printable, say
 from hpctrain.torch_errors import explain_errors
 
@@ -118,7 +117,8 @@ class TrainedNetwork:
             classes = tuple(metadata["classes"])
             require_trust({"model": metadata["model"]}, path, trust_code)
             with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
-                model = build(metadata["model"], shape, len(classes), metadata["small_stem"])
+                outputs = task_class(metadata["task"]).outputs(len(classes))
+                model = build(metadata["model"], shape, outputs, metadata["small_stem"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{path} holds weights but not the network they belong to ({one_line(error)}): it"
@@ -210,10 +210,10 @@ class TrainedNetwork:
         column = {"row": rows}
         if opened.are_files:
             column = {"file": np.array([opened.names[row] for row in rows], str)}
-        none = np.empty((0, len(self.classes)), np.float32)
-        probabilities = np.concatenate([none, *(part for _, part in answers)])
+        none = np.empty((0, task.outputs(len(self.classes))), np.float32)
+        numbers = np.concatenate([none, *(part for _, part in answers)])
         unusable = {opened.names[row]: bad[row] for row in sorted(bad)}
-        return Predictions(column, self.classes, probabilities, unusable)
+        return Predictions(column | task.table(numbers), numbers, unusable)
 
 
 class Predictions(dict[str, np.ndarray]):
@@ -227,18 +227,11 @@ class Predictions(dict[str, np.ndarray]):
 
     def __init__(
         self,
-        names: dict[str, np.ndarray],
-        classes: Sequence[str],
+        columns: dict[str, np.ndarray],
         probabilities: np.ndarray,
         unusable: dict[str, str],
     ) -> None:
-        labels = probabilities.argmax(1)
-        columns = answer_columns(classes)
-        super().__init__(names)
-        self["prediction"] = np.array(columns)[labels]
-        self["label"] = labels
-        self["probability"] = probabilities.max(1)
-        self.update(zip(columns, probabilities.T, strict=True))
+        super().__init__(columns)
         self.probabilities = probabilities
         self.unusable = unusable
 

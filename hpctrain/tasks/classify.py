@@ -70,10 +70,6 @@ class Classify(Task):
             raise UsageError(f"{setting}: {has}")
         return tuple(given)
 
-    @staticmethod
-    def output_shape(image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
-        return (classes,)
-
     @property
     def is_weighted(self) -> bool:
         return self.class_weights is not None
@@ -142,6 +138,17 @@ class Classify(Task):
         best = int(answer.argmax())
         texts = [f"{probability:.6f}" for probability in answer]
         return [answer_columns(self.classes)[best], texts[best], *texts]
+
+    def table(self, answers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the most probable class by name and number, its probability, then those of all."""
+        labels = answers.argmax(1)
+        columns = answer_columns(self.classes)
+        return {
+            "prediction": np.array(columns)[labels],
+            "label": labels,
+            "probability": answers.max(1),
+            **dict(zip(columns, answers.T, strict=True)),
+        }
 
     def target_text(self, target: Any) -> str:
         return answer_columns(self.classes)[target]

@@ -44,8 +44,8 @@ class Denoise(Task):
             text = f"restores images in [0, 1], and {pack.path} holds {pack.scale}"
             raise UsageError(f"--task denoise {text}: give another --max-value")
 
-    @staticmethod
-    def output_shape(image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
+    @classmethod
+    def output_shape(cls, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
         height, width, channels = image_shape
         return channels, height, width
 

@@ -110,10 +110,15 @@ class Task(ABC):
         """
         return ()
 
-    @staticmethod
-    @abstractmethod
-    def output_shape(image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
+    @classmethod
+    def outputs(cls, classes: int) -> int:
+        """Return for how many classes a network is made, where the data have so many `classes`."""
+        return classes
+
+    @classmethod
+    def output_shape(cls, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
         """Return the shape of the network's output for one image (H, W, C)."""
+        return (cls.outputs(classes),)
 
     # Learning
 
@@ -197,11 +202,15 @@ class Task(ABC):
         """Return answers of float32: numbers (n, K), or images (n, H, W, C) if `gives_images`."""
 
     def columns(self) -> tuple[str, ...]:
-        """Return the columns of a table of answers."""
+        """Return the columns of a table of answers, in a file."""
         raise NotImplementedError
 
     def cells(self, answer: np.ndarray) -> list[str]:
         """Return the cells of an answer (K,) in these columns."""
+        raise NotImplementedError
+
+    def table(self, answers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return answers (n, K) as columns (n,) by name, in Python."""
         raise NotImplementedError
 
     def target_text(self, target: Any) -> str:
@@ -247,10 +256,12 @@ def check_gradient(loss: Imported, outputs: Tensor, targets: Tensor) -> None:
 
 
 def task_class(name: str) -> type[Task]:
-    """Return the class of a task."""
+    """Return the class of a task. Raises ValueError if there is none of this name."""
+    if name not in FACTS:
+        raise ValueError(f"there is no task {name!r}")
     module = import_module(f"hpctrain.tasks.{name}")
-    found: type[Task] = getattr(module, name.capitalize())
-    return found
+    task: type[Task] = getattr(module, name.capitalize())
+    return task
 
 
 def make_task(

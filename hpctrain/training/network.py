@@ -144,14 +144,17 @@ def make_model(
 ) -> tuple[nn.Module, InitialWeights | None]:
     """Make the network with equal initial weights on all ranks; also return those of --init."""
     torch.manual_seed(random_key(config.seed, "weights"))
-    shape, classes = pack.image_shape, len(pack.classes)
-    model = build(model_name(config, shape), shape, classes, config.small_stem)
+    task = task_class(config.task)
+    shape = pack.image_shape
+    classes = len(pack.classes)
+    outputs = task.outputs(classes)
+    model = build(model_name(config, shape), shape, outputs, config.small_stem)
     if not config.freeze:  # else it may freeze other types
         check_types(model)
-    check_forward(model, shape, task_class(config.task).output_shape(shape, classes))
+    check_forward(model, shape, task.output_shape(shape, classes))
     init = None
     if config.init and first_weights:
-        init = load_init(model, find_model(config.init, config.runs_dir), classes, shape[2])
+        init = load_init(model, find_model(config.init, config.runs_dir), outputs, shape[2])
     return model.train(), init
 
 

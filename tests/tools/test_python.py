@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import hpctrain as hp
-from tests.support.api import command_line, read_records
+from tests.support.api import command_line, read_records, task_class
 from tests.support.launch import as_flags
 from tests.support.packs import make_pack
 from tests.support.pictures import arrays, class_folders, file_names
@@ -373,9 +373,9 @@ def test_images_are_cropped_where_the_pack_cropped_them(comm, photos, tmp_path):
 def test_classes_of_any_names_have_columns_of_their_own():
     names = ["file", "x", "y", "probability"]
     chances = np.array([[0.1, 0.2, 0.3, 0.4]], np.float32)
-    answers = hp.Predictions({"file": np.array(["a"])}, names, chances, {})
-    assert [*answers][4:] == ["file (0)", "x", "y", "probability (3)"]
-    assert answers["file"] == ["a"] and answers["prediction"] == ["probability (3)"]
+    answers = task_class("classify")(classes=tuple(names)).table(chances)
+    assert [*answers][3:] == ["file (0)", "x", "y", "probability (3)"]
+    assert answers["prediction"] == ["probability (3)"]
 
 
 def test_the_record_as_columns(trained):
