@@ -57,8 +57,8 @@ class Task(ABC):
 
     #: Sums of a step that are sent in the message beside the loss, and their types; int: counts.
     sums: ClassVar[Mapping[str, type]] = {}
-    #: Name of an exported network's output.
-    output: ClassVar[str]
+    #: Name of an exported network's output, and of a single number that is answered.
+    output: ClassVar[str] = "output"
     #: Column of the target in a table of answers.
     target_column: ClassVar[str] = "target"
     #: Whether answers are images, and not rows of a table.
@@ -89,7 +89,6 @@ class Task(ABC):
     # Making it
 
     @classmethod
-    @abstractmethod
     def from_settings(
         cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **own: Any
     ) -> Self:
@@ -97,6 +96,7 @@ class Task(ABC):
 
         It computes on the device and in the dtype of `like`, a parameter of the network.
         """
+        return cls(**own)
 
     @classmethod  # noqa: B027 (most tasks learn from any pack)
     def check_data(cls, pack: Pack) -> None:
@@ -191,35 +191,40 @@ class Task(ABC):
         """Return captions of the worst answers in merged tallies, and how many are wrong."""
         raise NotImplementedError
 
-    @abstractmethod
     def describe(self, figures: Mapping[str, Any]) -> str:
         """Return the figures of an evaluation as text."""
+        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
 
     # Answering
 
-    @abstractmethod
     def answers(self, outputs: Tensor) -> Tensor:
         """Return answers of float32: numbers (n, K), or images (n, H, W, C) if `gives_images`."""
+        return outputs.float()
 
     def columns(self) -> tuple[str, ...]:
-        """Return the columns of a table of answers, in a file."""
-        raise NotImplementedError
+        """Return the K columns of a table of answers, in a file."""
+        return (self.output,)
 
     def cells(self, answer: np.ndarray) -> list[str]:
         """Return the cells of an answer (K,) in these columns."""
-        raise NotImplementedError
+        return [f"{value:.6f}" for value in answer]
 
     def table(self, answers: np.ndarray) -> dict[str, np.ndarray]:
         """Return answers (n, K) as columns (n,) by name, in Python."""
-        raise NotImplementedError
+        return dict(zip(self.columns(), answers.T, strict=True))
 
     def target_text(self, target: Any) -> str:
         """Return the target of a sample, as it is stored, as text."""
-        raise NotImplementedError
+        return str(target)
 
     def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Captioned]:
         """Return captions of the `chosen` images (n,) bool of a block with these answers (n, K)."""
-        raise NotImplementedError
+        captions = []
+        for row, answer in zip(block.rows[chosen].tolist(), answers[chosen], strict=True):
+            cells = zip(self.columns(), self.cells(answer), strict=True)
+            lines = tuple(f"{column}: {cell}" for column, cell in cells)
+            captions.append(Captioned(row, lines, is_wrong=False))
+        return captions
 
     # Its functions of the user's own
 
