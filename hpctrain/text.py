@@ -213,7 +213,7 @@ def min_to_max(numbers: Iterable[int]) -> str:
 
 
 def short_number(number: float | None) -> str:
-    """Format a loss or an accuracy with four decimals, or as "1.23e-05"; empty for None."""
+    """Format a figure with four decimals, or as "1.23e-05"; empty for None."""
     if number is None:
         return ""
     if number != 0 and not 1e-3 <= abs(number) < 1e5:

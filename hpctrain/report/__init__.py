@@ -4,7 +4,7 @@ console.py           what the bar and tables are printed with
 record.py            the fields of a record; writes, reads and truncates it
 sinks.py             opens the record and what shows it
 display.py           shows records while they are written, tensorboard.py writes them as events
-metrics.py           loss and accuracy over a split, and which of two is better
+metrics.py           figures over a split, and which of two is better
 history.py           what a record tells of a run, also while it grows
 settings.py          reads the settings and the plan of a run
 find.py              finds runs and sweeps by name, and the best runs of a sweep

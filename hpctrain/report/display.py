@@ -18,6 +18,8 @@ from rich.text import Text
 
 from hpctrain.outcome import Status
 from hpctrain.report.console import make_console, output_width, styled
+from hpctrain.report.metrics import metrics_of
+from hpctrain.report.record import fields_marked, figures_of
 from hpctrain.report.step_stats import seconds_left, shares_text
 from hpctrain.text import (
     check_output,
@@ -32,6 +34,7 @@ from hpctrain.text import (
 
 if TYPE_CHECKING:
     from hpctrain.report.history import History
+    from hpctrain.tasks.facts import Direction
 
 Record = Mapping[str, Any]
 BEGAN = {
@@ -39,6 +42,8 @@ BEGAN = {
     Status.STOPPED: "Stopped after",
     Status.PREEMPTED: "Preempted after",
 }
+SHARES = fields_marked("evaluation", "is_share")  # shown with four decimals
+SHORT = {"balanced_accuracy": "balanced"}  # what columns are named
 SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
 REDRAW = 0.5  # seconds after a drawing of the bar in which steps are not drawn
 
@@ -59,6 +64,7 @@ class Display:
         self._due = 0.0  # when the bar is drawn next
         self._start = 0.0  # when this launch began
         self._facts: Record = {}
+        self._figures: dict[str, Direction] = {}  # of the run
         self._total = 0  # steps of the whole run
         self._before = 0  # steps done when this launch began
         self._latest: Record = {}  # the last step of this launch
@@ -86,6 +92,7 @@ class Display:
         match record["kind"]:
             case "run":
                 self._facts = record
+                self._figures = figures_of(record)
                 self._start = time.monotonic()
                 self._total = record["epochs"] * record["steps_per_epoch"]
                 first, *others = header_lines(record)
@@ -106,15 +113,16 @@ class Display:
             case "phase":
                 self._draw(record["text"])
             case "epoch":
-                text = f"{self._name(record['epoch'])}  {figures(record)}  {self._left():>10}"
+                columns = figures(record, self._figures)
+                text = f"{self._name(record['epoch'])}  {columns}  {self._left():>10}"
                 self._say(text.rstrip())
             case "evaluation":
                 if record["split"] == "test":
-                    name = "loss" if record["accuracy"] is None else "accuracy"
-                    self._test = f"test {name} {short_number(record[name])}"
+                    result = metrics_of(record, self._figures).first_known
+                    self._test = f"test {result.name} {short_number(result.value)}"
                 speed = record["rows"] / record["seconds"] if record["seconds"] else None
                 split = f"  {record['split']:<{len(self._name(0)) - 2}}"
-                columns = figures({**record, "images_per_second": speed})
+                columns = figures({**record, "images_per_second": speed}, self._figures)
                 self._say(f"{split}  {columns}  {record['rows']:>5,} images")
             case "note":
                 self._say(record["text"])
@@ -149,7 +157,7 @@ class Display:
         )
         below = "starting"
         if latest:
-            below = figures({**latest, "images_per_second": self._speed})
+            below = figures({**latest, "images_per_second": self._speed}, self._figures)
         width = output_width()  # it may have changed
         self._console.width = width
         size = min(max(width - len(before) - len(after) - 4, 4), 40)
@@ -205,24 +213,32 @@ def header_lines(facts: Record) -> Iterator[str]:
     yield f"  {facts['device']}, {facts['precision']}, {threads}, {facts['mpi']}"
 
 
-def figures(record: Record) -> str:
-    """Return loss, accuracy and speed in columns, without those that are None."""
+def figures(record: Record, names: Iterable[str]) -> str:
+    """Return the loss, figures of these names, shares, own figures and the speed in columns.
+
+    Those that are None are left out.
+    """
     loss = record.get("loss")
     speed = record.get("images_per_second")
-    shares = {
-        "accuracy": record.get("accuracy"),
-        "balanced": record.get("balanced_accuracy"),
-        **(record.get("metrics") or {}),
+    own = record.get("metrics") or {}
+    texts = {
+        SHORT.get(name, name): _figure_text(name, record[name])
+        for name in (*names, *SHARES)
+        if name != "loss" and record.get(name) is not None
     }
-    columns = []
+    texts |= {name: f"{value:.4f}" for name, value in own.items() if value is not None}
+    columns = [f"{name} {text}" for name, text in texts.items()]
     if loss is not None:
-        columns.append(f"loss {short_number(loss):>8}")
-    for name, value in shares.items():
-        if value is not None:
-            columns.append(f"{name} {value:.4f}")
+        columns.insert(0, f"loss {short_number(loss):>8}")
     if speed is not None:
         columns.append(f"{rate(speed):>7} images/s")
     return _joined(columns, separator="  ")
+
+
+def _figure_text(name: str, value: float) -> str:
+    if name in SHARES:
+        return f"{value:.4f}"
+    return short_number(value)
 
 
 def summary_lines(record: Record, test: str) -> Iterator[str]:
@@ -256,10 +272,10 @@ def state_lines(history: History, costs: Record) -> Iterator[str]:
     records = {
         "training": step,
         **history.evaluated,
-        "best validation": history.best_validation()._asdict(),
+        "best validation": history.best_validation().values,
     }
     for name, record in records.items():
-        text = figures(record)
+        text = figures(record, history.figures)
         if text:
             yield f"{name} {' '.join(text.split())}"
     yield from cost_lines(costs)

@@ -1,11 +1,11 @@
 """``hpctrain plot RUN…|SWEEP``: plot accuracy and loss of runs by epoch, and confusion matrices.
 
 Only records are read, without MPI, torch or a display; a run may still be training. There is a
-panel of accuracy, below it one of loss and one of each other figure of validations. Training is a
-line: the mean of each epoch at its end, or steps if fewer than two epochs have one. Validation is
-dots. Each run has a column, and all share their axes; with --overlay, or if there are more than
-`APART`, all are drawn in the same panels, each in its own colour, and the axes fit the last half of
-each curve.
+panel of each figure of the task, of accuracy and below it of loss, say, and then one of each other
+figure of validations. Training is a line: the mean of each epoch at its end, or steps if fewer than
+two epochs have one. Validation is dots. Each run has a column, and all share their axes; with
+--overlay, or if there are more than `APART`, all are drawn in the same panels, each in its own
+colour, and the axes fit the last half of each curve.
 
 Figures need matplotlib, an optional package.
 """
@@ -29,8 +29,9 @@ from hpctrain.files import whole_file, writing
 from hpctrain.outcome import Status
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
+from hpctrain.report.metrics import PERCENT
 from hpctrain.report.record import is_count
-from hpctrain.text import brief, parse_json, say, short_number
+from hpctrain.text import brief, parse_json, say
 
 BLUE = "#0072b2"  # of the colour-blind-safe palette of Okabe and Ito, as the next one
 VERMILLION = "#d55e00"
@@ -48,7 +49,6 @@ FILE = "training.png"
 CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file name
 APART = 6  # runs that have columns of their own
 NAMES = 30  # in a column of a legend
-FIRST = "accuracy", "loss"  # panels, from the top
 METRICS = "metrics_"  # before the names of --metric, in the columns of validations
 MORE = (METRICS, "balanced_accuracy")  # how other columns with a panel begin
 DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
@@ -67,7 +67,7 @@ T = TypeVar("T")
 class RunCurves(NamedTuple):
     """The curves of one run by field: of training and of validation, either may be empty.
 
-    They are (n, 2) float64, epochs and values, accuracies in percent.
+    They are (n, 2) float64, epochs and values, shares in percent.
     """
 
     name: str
@@ -136,7 +136,7 @@ def read_curves(name: str, folder: Path) -> RunCurves:
     per_epoch = history.facts.get("steps_per_epoch") or 1  # unknown: nothing is recorded yet
     more = [name for name in history.evaluations if name.startswith(MORE)]
     curves = {}
-    for column in (*FIRST, *more):
+    for column in dict.fromkeys([*history.figures, *more]):
         training = _points(history, column, "epochs", 1.0)
         if len(training) < 2:
             training = _points(history, column, "training", per_epoch)
@@ -146,12 +146,10 @@ def read_curves(name: str, folder: Path) -> RunCurves:
             curves[name_of_panel] = (training, validation)
     if not curves:
         raise UsageError(f"{name} has recorded nothing to plot yet")
-    loss, accuracy = history.test
+    test = history.test.first_known
     result = ""
-    if accuracy is not None:
-        result = f"test accuracy {100 * accuracy:.2f} %"
-    elif loss is not None:
-        result = f"test loss {short_number(loss)}"
+    if test.value is not None:
+        result = f"test {test.name} {test.text}"
     outcome = history.outcome()
     status = ""
     if outcome.status != Status.DONE:
@@ -168,8 +166,8 @@ def _points(
     split: str,
     unit: float,
 ) -> np.ndarray:
-    """Return a curve (n, 2), by so many steps or epochs as a `unit`, accuracies in percent."""
-    scale = 100 if column == "accuracy" else 1
+    """Return a curve (n, 2), by so many steps or epochs as a `unit`, shares in percent."""
+    scale = 100 if column in PERCENT else 1
     points = [(x / unit, scale * y) for x, y in history.curve(column, split)]
     return np.reshape(points, (-1, 2))
 
@@ -263,11 +261,11 @@ def _set_axes(
     elif overlay:
         room = 0.05 * (high - low) or 1.0
         row[0].set_ylim(low - room, high + room)
-    elif name == "accuracy":
+    elif name in PERCENT:
         row[0].set(ylim=(0, 100), yticks=range(0, 101, 20))
     else:
         row[0].set_ylim(bottom=min(0.0, low))
-    row[0].set_ylabel("accuracy (%)" if name == "accuracy" else _label(name, 40))
+    row[0].set_ylabel(f"{name} (%)" if name in PERCENT else _label(name, 40))
     for axes in row:
         axes.grid(color="0.88", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)

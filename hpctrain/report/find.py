@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.report.history import History
@@ -77,8 +76,7 @@ def ranked_runs(sweep: Path) -> list[tuple[Path, str]]:
     """
     folders = [folder for folder in sweep_runs(sweep) if (folder / NETWORK_FILE).is_file()]
     histories = [History.read(folder, "none") for folder in folders]
-    tasks = {_settings_of(history).get("task", "classify") for history in histories}
-    by_accuracy = tasks <= {"classify"}
+    name = _ranking_figure(histories)
     split = "training"
     metrics = [history.training for history in histories]
     if any("validation" in history.evaluated for history in histories):
@@ -86,21 +84,25 @@ def ranked_runs(sweep: Path) -> list[tuple[Path, str]]:
         metrics = [_validation_of_saved(history) for history in histories]
     ranked = sorted(
         zip(folders, metrics, strict=True),
-        key=lambda pair: -pair[1].score(by_accuracy),
+        key=lambda pair: -pair[1][name].score,
     )
-    name = "accuracy" if by_accuracy else "loss"
-    return [(run, f"{split} {name} {_short(getattr(of_run, name))}") for run, of_run in ranked]
+    return [(run, f"{split} {name} {_short(of_run[name].value)}") for run, of_run in ranked]
 
 
-def _settings_of(history: History) -> Mapping[str, Any]:
-    return history.facts.get("settings") or {}
+def _ranking_figure(histories: Sequence[History]) -> str:
+    """Return the figure that ranks all of these runs; if there are several, the loss."""
+    first = {next(iter(history.figures)) for history in histories}
+    if len(first) == 1:
+        return first.pop()
+    return "loss"
 
 
 def _validation_of_saved(history: History) -> Metrics:
     """Return the validation of the saved weights."""
-    if _settings_of(history).get("final") == "best":
-        return history.best(by_accuracy=False)
-    return metrics_of(history.evaluated.get("validation", {}))
+    settings = history.facts.get("settings") or {}
+    if settings.get("final") == "best":
+        return history.best("loss")
+    return metrics_of(history.evaluated.get("validation", {}), history.figures)
 
 
 def _short(value: float | None) -> str:

@@ -22,8 +22,9 @@ from hpctrain.errors import UsageError
 from hpctrain.heartbeat import HEARTBEATS, find_cause
 from hpctrain.outcome import Outcome, Status
 from hpctrain.report.metrics import UNKNOWN, Metrics, best_of, metrics_of
-from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, is_number
+from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, figures_of, is_number
 from hpctrain.report.step_stats import Costs, seconds_left
+from hpctrain.tasks.facts import Direction
 from hpctrain.text import counted
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class History:
                     self._steps.thin()
             case "epoch":
                 self.completed = record["epoch"]
-                self.training = metrics_of(record)
+                self.training = metrics_of(record, self.figures)
                 self._epochs.append(record)
             case "evaluation":
                 self.evaluated[record["split"]] = record
@@ -324,23 +325,34 @@ class History:
         return epochs * steps_per_epoch or None
 
     @property
+    def figures(self) -> dict[str, Direction]:
+        """The figures of the run, "max" or "min" is better; the first one ranks runs."""
+        return figures_of(self.facts)
+
+    @property
     def test(self) -> Metrics:
         """The metrics of the last test."""
-        return metrics_of(self.evaluated.get("test", {}))
+        return metrics_of(self.evaluated.get("test", {}), self.figures)
 
-    def best(self, by_accuracy: bool) -> Metrics:
-        """Return the best validation so far."""
+    def best(self, by: str = "") -> Metrics:
+        """Return the best validation so far by one of `figures`, by default the first one.
+
+        Raises UsageError if the run has no such figure.
+        """
+        figures = self.figures
+        by = by or next(iter(figures))
+        if by not in figures:
+            raise UsageError(f"{self.path} has no figure {by!r}: choose from {', '.join(figures)}")
         validations = (
-            metrics_of(record) for record in self._evaluations if record["split"] == "validation"
+            metrics_of(record, figures)
+            for record in self._evaluations
+            if record["split"] == "validation"
         )
-        return best_of(validations, by_accuracy)
+        return best_of(validations, by)
 
     def best_validation(self) -> Metrics:
-        """Return the smallest loss and the largest accuracy of all validations."""
-        return Metrics(
-            loss=self.best(by_accuracy=False).loss,
-            accuracy=self.best(by_accuracy=True).accuracy,
-        )
+        """Return the best value of each figure in all validations."""
+        return Metrics({name: self.best(name)[name] for name in self.figures})
 
     def longest_interval(self) -> float:
         """Return the seconds of the longest recent step or evaluation: nothing is recorded then."""

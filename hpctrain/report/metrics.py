@@ -1,41 +1,90 @@
-"""Loss and accuracy over a split, and which of two is the better one."""
+"""Figures over a split, and which of two is the better one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hpctrain.report.record import FIELDS
+from hpctrain.tasks.facts import Direction
+from hpctrain.text import short_number
 
-class Metrics(NamedTuple):
-    """Means over a split; None if unknown or not finite."""
+#: Figures from 0 to 1, which are shown in percent.
+PERCENT = {name for name in FIELDS["step"] if FIELDS["step"][name].is_share}
 
-    loss: float | None = None
-    accuracy: float | None = None
 
-    def score(self, by_accuracy: bool) -> float:
-        """Return a score, larger is better; minus infinity if the metric is unknown."""
-        if by_accuracy:
-            return -math.inf if self.accuracy is None else self.accuracy
-        return -math.inf if self.loss is None else -self.loss
+class Figure(NamedTuple):
+    """A figure over a split."""
 
-    def is_better(self, other: Metrics, by_accuracy: bool) -> bool:
-        """Whether the score is larger than that of the other."""
-        return self.score(by_accuracy) > other.score(by_accuracy)
+    name: str
+    value: float | None = None  # None: unknown or not finite
+    direction: Direction = "min"  # in which it is better
+
+    @property
+    def score(self) -> float:
+        """A score, larger is better; minus infinity if the value is unknown."""
+        if self.value is None:
+            return -math.inf
+        return self.value if self.direction == "max" else -self.value
+
+    @property
+    def text(self) -> str:
+        """The value as text; empty if it is unknown."""
+        if self.value is not None and self.name in PERCENT:
+            return f"{100 * self.value:.2f} %"
+        return short_number(self.value)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The figures of a run over a split; the first one ranks runs."""
+
+    by_name: Mapping[str, Figure] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Figure:
+        """Return a figure; its value is None if it is unknown."""
+        return self.by_name.get(name, Figure(name))
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss; None if it is unknown or not finite."""
+        return self["loss"].value
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of correct answers; None if it is unknown."""
+        return self["accuracy"].value
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """The values by name."""
+        return {name: figure.value for name, figure in self.by_name.items()}
+
+    @property
+    def first_known(self) -> Figure:
+        """The first figure that is known; if none is, the loss."""
+        for figure in self.by_name.values():
+            if figure.value is not None:
+                return figure
+        return self["loss"]
 
 
 UNKNOWN = Metrics()
 
 
-def metrics_of(record: Mapping[str, Any]) -> Metrics:
-    """Return the loss and the accuracy of a record."""
-    return Metrics(record.get("loss"), record.get("accuracy"))
+def metrics_of(record: Mapping[str, Any], directions: Mapping[str, Direction]) -> Metrics:
+    """Return the figures of a record, of which the names are those of `directions`."""
+    return Metrics(
+        {name: Figure(name, record.get(name), better) for name, better in directions.items()}
+    )
 
 
-def best_of(candidates: Iterable[Metrics], by_accuracy: bool) -> Metrics:
-    """Return the one with the largest score, of several the first; `UNKNOWN` if there are none."""
+def best_of(candidates: Iterable[Metrics], by: str) -> Metrics:
+    """Return the one with the best figure `by`, of several the first; `UNKNOWN` without any."""
     return max(
         candidates,
-        key=lambda metrics: metrics.score(by_accuracy),
+        key=lambda metrics: metrics[by].score,
         default=UNKNOWN,
     )

@@ -12,7 +12,8 @@ in a power failure, say): it is named by file and line.
 
 **To add a field**, add a line to `FIELDS` and pass the value where the record is made (for steps
 ``Recorder.write`` in training/loop.py). `scalar` makes TensorBoard show it, `deterministic` makes
-``compare`` compare it. No other change is needed.
+``compare`` compare it. No other change is needed. Figures of tasks (tasks/facts.py) are fields by
+themselves; only a share needs a line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +34,7 @@ from hpctrain.fault import fault
 from hpctrain.files import write_whole, writing
 from hpctrain.outcome import Status
 from hpctrain.report.step_stats import Costs
+from hpctrain.tasks.facts import FACTS, USUAL, Direction
 from hpctrain.text import brief
 
 FILE_NAME = "progress.jsonl"
@@ -111,6 +113,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         **dict.fromkeys(("epochs", "steps_per_epoch", "ranks"), COUNT),
         **dict.fromkeys(("model", "device"), TEXT),
         "settings": Field(object, is_object=True),
+        "figures": Field(str, is_object=True),  # of the task, "max" or "min": see `figures_of`
     },
     "step": {  # means over the mini-batch of all ranks
         **dict.fromkeys(("epoch", "step", "slowest_rank"), COUNT),
@@ -155,6 +158,13 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     },
 }
 
+# Figures of tasks that have no line above
+FIGURES = {"step": METRIC, "epoch": NUMBER, "evaluation": METRIC}
+for kind, field in FIGURES.items():
+    for facts in FACTS.values():
+        for name in facts.figures:
+            FIELDS[kind].setdefault(name, field)
+
 NEEDED = {  # fields without which, or with null, a record cannot be read, by kind
     **{"step": ("step",), "epoch": ("epoch",), "evaluation": ("split", "step")},
     **{"note": ("text",), "digest": ("digest", "step"), "end": ("status",)},
@@ -168,6 +178,16 @@ CHECKS_OF = {
 def fields_marked(kind: str, mark: str) -> list[str]:
     """Return the fields of a kind for which `mark`, a flag of `Field`, is set."""
     return [name for name, field in FIELDS.get(kind, {}).items() if getattr(field, mark)]
+
+
+def figures_of(facts: Record) -> dict[str, Direction]:
+    """Return the figures of a run and the direction in which each is better; the first ranks runs.
+
+    `facts` is the first line of the record. If it lists no figures, they are those of its task.
+    """
+    settings = facts.get("settings") or {}
+    task = FACTS.get(str(settings.get("task")), USUAL)
+    return {**(facts.get("figures") or task.figures), "loss": "min"}
 
 
 class Sink(Protocol):
@@ -397,8 +417,13 @@ def parse_record(line: bytes | str) -> dict[str, Any]:
     checks = CHECKS_OF.get(kind, {})
     for name, value in record.items():
         if name in checks and not checks[name](value):
-            raise ValueError(f"{name} cannot be {brief(json.dumps(value), 40)}")
+            raise refused(name, value)
     return record
+
+
+def refused(name: str, value: Any) -> ValueError:
+    """Return the error for a value that a field cannot have."""
+    return ValueError(f"{name} cannot be {brief(json.dumps(value), 40)}")
 
 
 def refuse_constant(name: str) -> None:
@@ -411,11 +436,19 @@ class Lines:
 
     def __init__(self) -> None:
         self._step = -1  # the last one
+        self._figures: Collection[str] = ()  # those of the run, which are numbers
 
     def parse(self, line: bytes) -> dict[str, Any]:
         """Parse the next line. Raises ValueError if it is corrupt; see `parse_record`."""
         record = parse_record(line)
-        if record["kind"] == "step":
+        kind = record["kind"]
+        if kind == "run":
+            self._figures = figures_of(record).keys()
+        elif kind in FIGURES:
+            for name in self._figures:
+                if not is_number(record.get(name)):
+                    raise refused(name, record[name])
+        if kind == "step":
             if record["step"] <= self._step:
                 raise ValueError(f"step {record['step']} comes after step {self._step}")
             self._step = record["step"]

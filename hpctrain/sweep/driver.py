@@ -42,11 +42,11 @@ from hpctrain.report.find import SWEEP_FILE, find_folder, ranked_runs
 from hpctrain.report.history import History
 from hpctrain.sweep.file import SweepNetwork, read_sweep
 from hpctrain.sweep.slots import Slot, find_slots
+from hpctrain.tasks.facts import USUAL
 from hpctrain.text import ranges, say, short_number
 from hpctrain.training.control import LOCK_FILE, STOP_FILE, RunLock, is_locked, request_stop
 
 RESULTS_FILE = "results.csv"
-FIGURES = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
 FINAL = (Status.DONE, Status.FAILED)  # such networks are skipped by the same command
 POLL_EVERY = 0.2  # seconds between checks of processes, records, locks and the STOP file
 
@@ -288,7 +288,7 @@ class Training:
         if epochs:
             texts.append(f"epoch {history.completed} of {epochs}")
         for split, metrics in figures.items():
-            value = metrics.loss if metrics.accuracy is None else metrics.accuracy
+            value = metrics.first_known.value
             if value is not None:
                 texts.append(f"{split} {short_number(value)}")
         if epochs:
@@ -432,7 +432,19 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
     """Write results.csv atomically. Raises RunError."""
     tables = [training.network.config.table() for training in trainings]
     names = [name for name in tables[0] if len({table[name] for table in tables}) > 1]
-    header = ("name", "status", "reason", *names, *FIGURES, "epochs", "seconds")
+    figures = [*USUAL.figures]
+    for training in trainings:
+        figures += [name for name in training.history.figures if name not in figures]
+    header = (
+        "name",
+        "status",
+        "reason",
+        *names,
+        *(f"best_validation_{name}" for name in figures),
+        *(f"test_{name}" for name in figures),
+        "epochs",
+        "seconds",
+    )
     lines: list[Sequence[object]] = [header]
     for training, table in zip(trainings, tables, strict=True):
         history = training.history
@@ -442,10 +454,8 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
             training.status,
             training.outcome.reason,
             *(table[name] for name in names),
-            best.accuracy,
-            best.loss,
-            history.test.accuracy,
-            history.test.loss,
+            *(best[name].value for name in figures),
+            *(history.test[name].value for name in figures),
             history.completed,
             round(history.seconds, 1),
         )

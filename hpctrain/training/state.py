@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,6 @@ from hpctrain.parallel.hosts import HostCores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
-from hpctrain.report.metrics import Metrics
 from hpctrain.report.record import Recorder
 from hpctrain.tasks.task import Task
 from hpctrain.text import listed
@@ -55,12 +55,10 @@ class Reached(NamedTuple):
     figures: dict[str, float | None]
 
     @property
-    def validation(self) -> Metrics:
-        """The metrics of the validation; unknown without one."""
-        return Metrics(
-            self.figures.get("validation_loss"),
-            self.figures.get("validation_accuracy"),
-        )
+    def validation_loss(self) -> float:
+        """The loss of the validation; infinite without one."""
+        loss = self.figures.get("validation_loss")
+        return math.inf if loss is None else loss
 
 
 NOTHING = Reached(0, 0, {})

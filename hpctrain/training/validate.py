@@ -18,7 +18,6 @@ from hpctrain.models import read_model, save_model, snapshot
 from hpctrain.outcome import Status
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
-from hpctrain.report.metrics import Metrics
 from hpctrain.training.state import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing, running_time
 
@@ -45,8 +44,7 @@ def validate(run: Run) -> None:
     if (result := evaluation(run, "validation")) is None:
         return
     state.validated = state.step
-    reached = Metrics(result.loss, result.accuracy)
-    if reached.is_better(state.best.validation, by_accuracy=False):
+    if result.loss < state.best.validation_loss:
         state.best = Reached(state.step, state.epoch, dict(state.figures))
         state.waited = 0
         with evaluated_network(run):
@@ -55,8 +53,7 @@ def validate(run: Run) -> None:
     else:
         state.waited += 1
     if patience and state.waited >= patience and not state.ended:
-        smallest = -state.best.validation.score(by_accuracy=False)
-        below = f"below the {smallest:.4g} of step {state.best.step}"
+        below = f"below the {state.best.validation_loss:.4g} of step {state.best.step}"
         state.ended = Status.DONE
         state.reason = f"{patience} validations without a loss {below}"
 

@@ -22,7 +22,7 @@ from hpctrain.report.display import state_lines
 from hpctrain.report.history import History, Point
 from hpctrain.report.metrics import Metrics, metrics_of
 from hpctrain.stop import stop_run
-from hpctrain.text import duration, percent, rate, rough_duration, short_number
+from hpctrain.text import duration, percent, rate, rough_duration
 from hpctrain.training.control import STOP_FILE
 
 GRACE = 10.0  # seconds without change that are always tolerated
@@ -69,8 +69,8 @@ class WatchedRun:
         done = None
         if history.total_steps:
             done = history.step.get("step", 0) / history.total_steps
-        last = metrics_of(history.evaluated.get("validation", {}))
-        best = history.best(by_accuracy=last.accuracy is not None)
+        last = metrics_of(history.evaluated.get("validation", {}), history.figures)
+        best = history.best(last.first_known.name)
         return {
             "key": str(self.folder),
             "name": self.name,
@@ -160,12 +160,13 @@ class WatchedRun:
             return str(error)
 
     def curves(self) -> tuple[int, Curves]:
-        """Return the curves of loss and accuracy, and their version; in a poll the last ones."""
+        """Return the curves of the run's figures, and their version; in a poll the last ones."""
         if self._lock.acquire(timeout=0.1):
             try:
                 version, _ = self._curves
                 if version != self.history.version:
-                    curves = {name: self._curves_of(name) for name in ("loss", "accuracy")}
+                    names = dict.fromkeys(["loss", *self.history.figures])
+                    curves = {name: self._curves_of(name) for name in names}
                     self._curves = (self.history.version, curves)
             finally:
                 self._lock.release()
@@ -178,24 +179,21 @@ class WatchedRun:
         return {split: points for split, points in curves.items() if points}
 
 
-def cell(
-    value: Any,
-    text_of: Callable[[Any], str],
-    sign: int = -1,
-) -> Cell:
+def cell(value: Any, text_of: Callable[[Any], str]) -> Cell:
     """Return a cell: large numbers come first, then texts, then what is unknown and thus empty."""
     if value is None:
         return "", (2, 0)
     if isinstance(value, int | float):
-        return text_of(value), (0, sign * value)
+        return text_of(value), (0, -value)
     return text_of(value), (1, str(value))
 
 
 def metrics_cell(metrics: Metrics) -> Cell:
-    """Return the cell of an accuracy, or of a loss where there is no accuracy."""
-    if metrics.accuracy is not None:
-        return cell(metrics.accuracy, lambda accuracy: f"{100 * accuracy:.2f} %")
-    return cell(metrics.loss, short_number, sign=1)
+    """Return the cell of the first figure that is known: the best ones come first."""
+    figure = metrics.first_known
+    if figure.value is None:
+        return cell(None, str)
+    return figure.text, (0, -figure.score)
 
 
 class WatchedRuns:

@@ -208,7 +208,7 @@ def table_of(
 
 
 def draw(curves: Curves, width: int, height: int) -> Text:
-    """Draw loss and accuracy by step, side by side: training as a line, evaluations as dots."""
+    """Draw the figures by step, side by side: training as a line, evaluations as dots."""
     try:
         import plotext
     except ImportError:
@@ -218,7 +218,7 @@ def draw(curves: Curves, width: int, height: int) -> Text:
     plotext.theme("clear")
     plotext.limit_size(False, False)
     plotext.plot_size(width, height)
-    plotext.subplots(1, 2)
+    plotext.subplots(1, max(len(curves), 2))
     for number, (name, splits) in enumerate(curves.items(), start=1):
         plot = plotext.subplot(1, number)
         plot.title(name)

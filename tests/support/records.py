@@ -108,6 +108,22 @@ def make_trained(
     return make_run(folder, *lines)
 
 
+#: Figures of a task that hpctrain does not have.
+OTHER = {"mae": "min", "loss": "min"}
+
+
+def make_other(folder: Path, *errors: float) -> Path:
+    """A run with `OTHER` figures: these errors by epoch. Its losses are their reciprocals."""
+    lines = [run_line(name=folder.name, epochs=len(errors), figures=OTHER)]
+    for epoch, error in enumerate(errors, start=1):
+        own = {"epoch": epoch, "loss": 1 / error, "mae": error}
+        tested = own | {"step": 10 * epoch, "rows": 100, "seconds": 0.5}
+        lines.append(line("step", **own, step=10 * epoch, rows=8, seconds=SECONDS))
+        lines.append(line("epoch", **own, images_per_second=80.0, seconds=1.0))
+        lines.append(line("evaluation", **tested, split="validation"))
+    return make_run(folder, *lines, line("evaluation", **tested, split="test"), end_line())
+
+
 def beat(run: Path, **fields: Any) -> Path:
     """Write the heartbeat of its rank 0, on another machine unless `fields` say so; the file."""
     (run / "ranks").mkdir(exist_ok=True)

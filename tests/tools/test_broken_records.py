@@ -106,6 +106,7 @@ ODD = ["null", "true", "-1", "0", "0.5", "2", "1e308", "-1e308", "1e999", str(2*
 ODD += ["NaN", "Infinity", "-Infinity", '"x"', '"\\ud800"', "[]", "[1]", "[" * 50_000]
 ODD += ["{}", '{"a": 1}', '{"a": null}', '{"a": NaN}', '{"a": "x"}', '{"a": [1]}', '{"a": {}}']
 OF_NUMBERS = {"{}", '{"a": 1}', '{"a": null}'}
+OF_TEXTS = {"{}", '{"a": null}', '{"a": "x"}'}
 OF_ANY = OF_NUMBERS | {'{"a": "x"}', '{"a": [1]}', '{"a": {}}'}
 ALLOWED = {
     int: {"0", "2"},
@@ -126,8 +127,8 @@ def is_allowed(kind, name, text):
     field = FIELDS[kind][name]
     if name in ("accuracy", "balanced_accuracy"):
         return text in ("0", "0.5")
-    objects = OF_ANY if field.type is object else OF_NUMBERS
-    return text in (objects if field.is_object else ALLOWED[field.type])
+    objects = {float: OF_NUMBERS, str: OF_TEXTS, object: OF_ANY}
+    return text in (objects if field.is_object else ALLOWED)[field.type]
 
 
 def with_value(kind, name, text, step=13):

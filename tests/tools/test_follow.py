@@ -17,6 +17,7 @@ from tests.support.records import (
     end_line,
     evaluation_line,
     line,
+    make_other,
     make_run,
     run_line,
     step_line,
@@ -70,6 +71,31 @@ def test_wherever_a_growing_record_is_looked_at_it_is_read_once_and_whole(cuts, 
     assert losses(history) == {number: 1 / number for number in range(1, 20)}
     assert history.outcome().status == "done"
     assert (list(history.notes), len(history.evaluations["loss"])) == (["so far"], 1)
+
+
+def test_the_best_validation_is_by_the_first_figure_of_the_run_or_by_another_one(tmp_path):
+    history = hp.history(make_other(tmp_path / "other", 4.0, 1.0, 2.0))
+    assert [*history.figures.items()] == [("mae", "min"), ("loss", "min")]
+    assert history.best().values == {"mae": 1.0, "loss": 1.0}
+    assert history.best(by="loss").values == {"mae": 4.0, "loss": 0.25}
+    assert history.test.loss == 0.5 and history.test.accuracy is None
+    with pytest.raises(hp.UsageError, match="no figure 'accuracy': choose from mae, loss"):
+        history.best(by="accuracy")
+
+
+def test_a_record_without_figures_has_those_of_its_task(tmp_path):
+    lines = evaluation_line(1, accuracy=0.5, loss=0.1), evaluation_line(2, accuracy=0.9, loss=0.2)
+    for task, loss in {"classify": 0.2, "denoise": 0.1, "unknown": 0.2}.items():
+        facts = run_line(settings={"task": task})
+        assert hp.history(make_run(tmp_path / task, facts, *lines)).best().loss == loss
+    assert hp.history(make_run(tmp_path / "none", *lines)).best().accuracy == 0.9
+
+
+def test_a_figure_that_is_no_number_is_corrupt(tmp_path):
+    made = make_other(tmp_path / "other", 4.0)
+    append(made, line("evaluation", step=11, split="validation", loss=1.0, mae="x"))
+    with pytest.raises(hp.UsageError, match='line 7 is no line of a record: mae cannot be "x"'):
+        hp.history(made)
 
 
 def test_a_record_that_is_not_there_yet_and_one_that_goes(tmp_path):

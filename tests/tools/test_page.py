@@ -17,6 +17,7 @@ from tests.support.records import (
     end_line,
     evaluation_line,
     line,
+    make_other,
     make_run,
     run_line,
     step_line,
@@ -88,6 +89,26 @@ def test_rows_are_sorted_from_the_largest_number_the_best_metric_and_the_first_t
         for column, order in orders.items():
             found = page.ask(f"/data?sort={columns.index(column)}").json()[1]
             assert "".join(run["name"] for run in found) == order
+
+
+def test_the_figures_of_another_task(tmp_path):
+    """The best is the smallest error; so are rows sorted, by the last one or the best."""
+    errors = {"a": (3.0, 1.0), "b": (2.0, 4.0), "c": (0.5, 5.0)}
+    for name, each in errors.items():
+        make_other(tmp_path / name, *each)
+    with watched(*(tmp_path / name for name in errors)) as page:
+        texts = [[text for text, _ in run["cells"][3:6]] for run in page.runs()]
+        assert texts[1:] == [["4.0000", "2.0000", "4.0000"], ["5.0000", "0.5000", "5.0000"]]
+        for column, order in {3: "abc", 4: "cab"}.items():
+            found = page.ask(f"/data?sort={column}").json()[1]
+            assert "".join(run["name"] for run in found) == order
+        curves = page.curves(1)
+        facts = page.runs()[1]["facts"]
+    assert [*curves] == ["loss", "mae"]
+    assert curves["mae"] == {"training": [[10, 2], [20, 4]], **curves["mae"]}
+    assert curves["mae"]["validation"] == [[10, 2], [20, 4]]
+    assert "validation loss 0.2500 mae 4.0000" in facts
+    assert "best validation loss 0.2500 mae 2.0000" in facts
 
 
 def test_the_curves_of_one_run(page):

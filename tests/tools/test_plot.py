@@ -17,6 +17,7 @@ from tests.support.records import (
     FILE,
     append,
     evaluation_line,
+    make_other,
     make_run,
     make_trained,
     run_line,
@@ -117,6 +118,17 @@ def test_a_network_without_classes_has_no_accuracy(runs):
     figure = Figure(make_trained(runs / "a", classify=False, loss=0.01))
     texts = " ".join(figure.texts)
     assert "loss" in figure.texts and "accuracy" not in texts and "test loss" in texts
+
+
+def test_a_task_of_another_figure_has_a_panel_of_it_above_the_loss(runs):
+    figure = Figure(make_other(runs / "a", 4.0, 2.0, 1.0))
+    assert "mae and loss by epoch" in figure.printed
+    assert {"mae", "loss", "test mae 1.0000"} <= set(figure.texts)
+    assert "accuracy" not in " ".join(figure.texts)
+    of_error = figure.place([(1, 4), (2, 2), (3, 1)])
+    of_loss = figure.place([(1, 0.25), (2, 0.5), (3, 1)])
+    assert of_error[1, 1] < of_loss[1, 1], "the panel is not above"
+    assert has_dots(figure, of_error, [(1, 4), (2, 2), (3, 1)])
 
 
 @pytest.mark.parametrize(("count", "words"), [(2, []), (2, ["--overlay"]), (6, []), (8, [])])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.api import open_recorder, read_records
+from tests.support.api import FIELDS, open_recorder, read_records
 from tests.support.launch import run, run_mpi
-from tests.support.records import recording, tell
+from tests.support.records import OTHER, recording, tell
 from tests.support.screen import on_terminal, screen
 
 
@@ -168,6 +168,21 @@ def test_failures_and_unknown_figures_are_shown(tmp_path, capsys, clock):
     epoch, end, folder = capsys.readouterr().out.splitlines()[-3:]
     assert "nan" in epoch and "accuracy" not in epoch and folder.strip() == str(tmp_path)
     assert "0:07" in end and end.endswith("loss is NaN in step 1")
+
+
+def test_the_figures_of_another_task_are_shown(tmp_path, capsys, monkeypatch, clock):
+    for kind in ("step", "epoch", "evaluation"):
+        monkeypatch.setitem(FIELDS[kind], "mae", FIELDS[kind]["loss"])
+    own = {"loss": 0.5, "accuracy": None, "mae": 1234567.0}
+    with open_recorder(tmp_path, "plain") as recorder:
+        tell(recorder, "run", figures=OTHER)
+        tell(recorder, "step", step=1)
+        tell(recorder, "epoch", **own)
+        tell(recorder, "evaluation", **own)
+        tell(recorder, "end", status="done")
+    shown = capsys.readouterr().out
+    assert shown.count("  loss   0.5000  mae 1.23e+06  ") == 2 and "accuracy" not in shown
+    assert ": test mae 1.23e+06\n" in shown
 
 
 SHORT_RUN = """

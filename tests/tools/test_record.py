@@ -127,6 +127,18 @@ def test_a_field_that_is_not_listed_is_refused(tmp_path):
         tell(recorder, "step", step=1, gradient_norm=1.0)
 
 
+NEW_TASK = """
+from hpctrain.tasks.facts import FACTS, USUAL
+FACTS["regress"] = USUAL._replace(figures={"mae": "min", "loss": "min"})
+from hpctrain.report.record import FIELDS
+print([kind for kind, fields in FIELDS.items() if "mae" in fields])
+"""
+
+
+def test_the_figures_of_a_new_task_are_fields():
+    assert run([sys.executable, "-c", NEW_TASK]).stdout == "['step', 'epoch', 'evaluation']\n"
+
+
 @pytest.mark.parametrize("torn", ["", '{"kind": "ste', "\0\0\0", "x" * 70_000])
 @pytest.mark.parametrize("whole", [["run", "step"], []])
 def test_a_torn_last_line_is_skipped_and_cut_off_by_the_next_launch(tmp_path, torn, whole):

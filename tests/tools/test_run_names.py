@@ -14,6 +14,7 @@ from tests.support.records import (
     end_line,
     epoch_line,
     evaluation_line,
+    make_other,
     make_run,
     run_line,
 )
@@ -117,6 +118,19 @@ def test_without_validation_training_decides_and_denoising_goes_by_loss(trained,
         assert best(sweep) == "b"
         append(sweep / "a", epoch_line(2, loss=0.3, accuracy=0.99))
         assert best(sweep) == chosen
+
+
+def test_a_task_of_another_figure_goes_by_it_and_by_loss_beside_others(trained, tmp_path, capsys):
+    sweep = tmp_path / "sweep"
+    for name, errors in {"a": (9.0, 2.0), "b": (1.0, 3.0)}.items():
+        run = make_other(sweep / name, *errors)
+        shutil.copy(trained.run("plain") / "model.safetensors", run)
+    (sweep / "sweep.toml").touch()
+    assert best(sweep) == "a"
+    assert "validation mae 2" in capsys.readouterr().err
+    make_sweep(trained, sweep, {"c": ([0.4], 0.4, 0.4)})
+    assert best(sweep) == "b"
+    assert "validation loss 0.3333" in capsys.readouterr().err
 
 
 def test_a_sweep_without_a_network_that_ended_has_no_best(tmp_path):

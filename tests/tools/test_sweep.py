@@ -6,6 +6,7 @@ takes this for an allocation of Slurm.
 
 from __future__ import annotations
 
+import csv
 import glob
 import os
 import re
@@ -20,10 +21,12 @@ from tests.support.launch import ROOT, Job
 from tests.support.packs import make_pack
 from tests.support.ranks import alone
 from tests.support.records import (
+    FILE,
     beat,
     end_line,
     epoch_line,
     evaluation_line,
+    make_other,
     make_run,
     run_line,
     statuses,
@@ -244,6 +247,19 @@ def accuracies(training, test, *validations):
 )
 def test_the_closing_table_has_the_best_first_and_the_test_never_decides(sweep, figures, order):
     assert list(results(sweep, [accuracies(*each) for each in figures])) == order
+
+
+def test_a_task_of_another_figure_has_columns_of_it(sweep, tmp_path):
+    made = [make_other(tmp_path / f"{least}", least, least + 2.0) for least in (3.0, 1.0)]
+    assert list(results(sweep, [[(run / FILE).read_bytes()] for run in made])) == ["n2", "n1"]
+    with open(sweep.folder / "results.csv", newline="") as file:
+        first, second = csv.DictReader(file)
+    columns = "name status reason seed best_validation_accuracy best_validation_loss"
+    columns += " best_validation_mae test_accuracy test_loss test_mae epochs seconds"
+    assert [*first] == columns.split()
+    assert (first["best_validation_mae"], first["test_mae"]) == ("3.0", "5.0")
+    assert (second["best_validation_mae"], second["test_loss"]) == ("1.0", str(1 / 3))
+    assert (first["best_validation_accuracy"], first["test_accuracy"]) == ("", "")
 
 
 def test_networks_that_died_are_unfinished(sweep):

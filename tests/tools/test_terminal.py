@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from tests.support.records import (
     end_line,
     evaluation_line,
     line,
+    make_other,
     make_run,
     run_line,
     step_line,
@@ -110,6 +112,14 @@ def test_runs_are_listed_chosen_sorted_and_stopped_by_keys(runs, watch):
     watching.wait_for("one: done", "0.1250")
     os.write(watching.terminal, b"q")
     assert watching.exit_code() == 0
+
+
+def test_a_task_of_another_figure_has_its_curves(tmp_path, watch):
+    pytest.importorskip("plotext")
+    watching = watch(make_other(tmp_path / "one", 4.0, 2.0))
+    watching.wait_for("one: done", "validation loss 0.5000 mae 2.0000", "q quit")
+    shown = watching.read()
+    assert re.search(" {9}loss {9,}mae {9}", shown) and "accuracy" not in shown
 
 
 def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path, watch):

@@ -5,7 +5,7 @@ const GREY = "#77818e", FAINT = "#77818e40"; // for a light and a dark page
 const find = (query) => document.querySelector(query);
 
 let runs = [], shown = [], chosen = null, sort = -1, reversed = false;
-const ticked = new Set(), curves = new Map(), plots = new Map();
+const ticked = new Set(), curves = new Map(), boxes = new Map(), plots = new Map();
 
 const element = (tag, textContent = "", className = "") =>
   Object.assign(document.createElement(tag), { textContent, className });
@@ -101,9 +101,19 @@ function seriesOf(name) {
   }));
 }
 
+// Makes a section for each figure; those that no run has any more stay, hidden.
+function makeBoxes() {
+  for (const name of shown.flatMap((run) => Object.keys(curves.get(run.key)?.[1] ?? {}))) {
+    if (boxes.has(name)) continue;
+    boxes.set(name, element("section"));
+    find("#plots").append(boxes.get(name));
+  }
+}
+
 function draw() {
-  for (const name of ["loss", "accuracy"]) {
-    const series = seriesOf(name), box = find(`#${name}`), isLog = name === "loss" && find("#log").checked;
+  makeBoxes();
+  for (const [name, box] of boxes) {
+    const series = seriesOf(name), isLog = name === "loss" && find("#log").checked;
     box.hidden = !series.length;
     const width = box.clientWidth - 20, data = uPlot.join(series.map((one) => one.data));
     const key = JSON.stringify([series.map((one) => [one.label, one.stroke]), width, isLog]);
