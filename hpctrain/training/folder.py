@@ -146,6 +146,7 @@ def run_facts(run: Run) -> dict[str, object]:
             "batch_size": run.plan.batch_size,
             "seed": run.config.seed,
         },
+        "figures": run.task.facts.figures,
         "pack": run.pack.path,
         "pack_uuid": run.pack.uuid,
         "plan": run.plan.digest(),

@@ -27,7 +27,7 @@ from tests.support.records import (
 )
 
 GOOD = [
-    run_line(name="good", rows={"train": 8}),
+    run_line(name="good", rows={"train": 8}, figures={"accuracy": "max", "loss": "min"}),
     *step_lines(5, 12, learning_rate=0.5),
     evaluation_line(10, metrics={"f1": 0.5}, balanced_accuracy=0.5),
     evaluation_line(12, "test"),
