@@ -93,8 +93,9 @@ def to_input(
         device=images.device,
         memory_format=memory,
     )
-    name = str(images.dtype).removeprefix("torch.")
-    whole = divisor or FULL.get(name, 1.0)
+    whole = divisor
+    if whole is None:
+        whole = FULL.get(str(images.dtype).removeprefix("torch."), 1.0)
     scale = offset = None
     if mean is not None and std is not None:
         scale, offset = _scale_and_offset(mean, std, whole, values, channels_last)
@@ -122,7 +123,9 @@ def normalize(inputs: Tensor, mean: Tensor, std: Tensor, channels_last: bool = T
 
 
 def _type_of_arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    if dtype == torch.float64:
+        return dtype
+    return torch.float32
 
 
 def _scale_and_offset(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,16 +67,9 @@ class Pipeline:
     def inputs(self, images: Tensor, key: int = 0, divisor: float | None = None) -> Tensor:
         """Return the inputs (n, C, H, W) of stored images (n, H, W, C) before the task's stage."""
         images = augment(images.to(self.device), self.augmentation, random_key(key, "augment"))
-        scale = partial(
-            to_input,
-            images,
-            dtype=self.dtype,
-            channels_last=self.channels_last,
-            divisor=divisor,
-        )
         if self.transform is None:
-            return scale(self._mean, self._std)
-        scaled = scale()
+            return to_input(images, self._mean, self._std, self.dtype, self.channels_last, divisor)
+        scaled = to_input(images, None, None, self.dtype, self.channels_last, divisor)
         inputs = self.transform(scaled, key)
         if self._mean is None or self._std is None:
             return inputs
