@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from hpctrain.errors import UsageError
 from hpctrain.heartbeat import HEARTBEATS, find_cause
 from hpctrain.outcome import Outcome, Status
-from hpctrain.report.metrics import UNKNOWN, Metrics, best_of, metrics_of
+from hpctrain.report.metrics import UNKNOWN, Figure, Metrics, metrics_of
 from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, figures_of, is_number
 from hpctrain.report.step_stats import Costs, seconds_left
 from hpctrain.tasks.facts import Direction
@@ -343,12 +343,13 @@ class History:
         by = by or next(iter(figures))
         if by not in figures:
             raise UsageError(f"{self.path} has no figure {by!r}: choose from {', '.join(figures)}")
-        validations = (
-            metrics_of(record, figures)
-            for record in self._evaluations
-            if record["split"] == "validation"
+        validations = (record for record in self._evaluations if record["split"] == "validation")
+        best: Record = max(
+            validations,
+            key=lambda record: Figure(by, record.get(by), figures[by]).score,
+            default={},
         )
-        return best_of(validations, by)
+        return metrics_of(best, figures)
 
     def best_validation(self) -> Metrics:
         """Return the best value of each figure in all validations."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,13 +78,4 @@ def metrics_of(record: Mapping[str, Any], directions: Mapping[str, Direction]) -
     """Return the figures of a record, of which the names are those of `directions`."""
     return Metrics(
         {name: Figure(name, record.get(name), better) for name, better in directions.items()}
-    )
-
-
-def best_of(candidates: Iterable[Metrics], by: str) -> Metrics:
-    """Return the one with the best figure `by`, of several the first; `UNKNOWN` without any."""
-    return max(
-        candidates,
-        key=lambda metrics: metrics[by].score,
-        default=UNKNOWN,
     )
