@@ -224,7 +224,10 @@ class Message:
         loss: torch.Tensor,
         **named: torch.Tensor | float,
     ) -> None:
-        """Add a shard's samples, irregular layers, loss sum and named sums, on the device."""
+        """Add a shard's samples, irregular layers, loss sum and named sums, on the device.
+
+        A sum of weights is named "weight".
+        """
         self._losses.add_(loss.detach() if loss.requires_grad else loss)
         for name, number in {**named, "rows": rows, "irregular": irregular}.items():
             self.scalar[name].add_(number)

@@ -30,8 +30,8 @@ from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric
 from hpctrain.tasks.tally import Block, Means, OwnFigures, Tally, two_sums
 
-# What a step adds up of a shard, () each on the device: "loss", the sum of the samples' losses, and
-# the task's own sums
+# What a step adds up of a shard, () each on the device: "loss", the sum of the samples' losses;
+# "weight", that of their weights, if they have any; and the task's own sums
 ShardSums = dict[str, Tensor]
 
 
@@ -159,8 +159,11 @@ class Task(ABC):
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> ShardSums:
         """Return the sums of a shard in training."""
         outputs = network_output(model, inputs, self.precision)
-        loss = self.loss_sum(outputs, targets)
-        return {"loss": loss, **self.named_sums(outputs, targets)}
+        sums = {"loss": self.loss_sum(outputs, targets), **self.named_sums(outputs, targets)}
+        weights = self.weights(targets)
+        if weights is not None:
+            sums["weight"] = weights.sum()
+        return sums
 
     # Evaluating
 

@@ -10,7 +10,6 @@ import math
 import time
 from collections import deque
 from contextlib import closing
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,8 +71,7 @@ def train_epochs(run: Run) -> None:
                 rows = plan.partition.total(number)
                 rate = learning_rate(run.config, plan, step - 1)
                 requests = run.control.requests(run.writer.overdue())
-                wait = partial(doing, f"waiting for all in step {step}")
-                reported = run.trainer.step(batches, rows, rate, waited, requests, wait)
+                reported = run.trainer.step(batches, rows, rate, waited, requests)
                 pending.append(PendingStep(step, rows, rate, since, start, reported, bad))
                 since = reported.copied
                 finish_step(run, pending)

@@ -1,17 +1,16 @@
-"""The trainer: one update of the weights, with the one communication of a step in it; its state.
+"""One update of the weights, with the one communication of a step in it; its state.
 
-A digest identifies all bits of a run's state. Before each checkpoint and validation, and at the
-end, each rank reduces each of its tensors to a 64-bit checksum on its device, and all ranks compare
-a hash of these (`compare_ranks`).
+    forward and backward of this rank's shards -> message -> sum over ranks -> update of the weights
 
-The figures of all steps and evaluations are chained into a hash; together with the saved network
-they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
+What is added to the message of a step comes from its shards alone. After the sum all ranks hold the
+same message, and each makes the same update. Gradients are added divided by the samples of the
+global batch.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +40,7 @@ from hpctrain.training.optimizer import (
     make_optimizer,
     parameter_groups,
 )
+from hpctrain.watchdog import waiting
 
 
 class Trainer:
@@ -104,15 +104,14 @@ class Trainer:
         rate: float | None = None,
         waited: float = 0.0,
         requests: Sequence[str] = (),
-        before_waiting: Callable[[], None] = lambda: None,
     ) -> Snapshot:
         """Update the weights from this rank's shards of a global batch. Collective.
 
         `total`: number of samples in the global batch. `rate`: learning rate (None = the
         optimizer's). The seconds that this rank `waited` for data and its `requests` are sent in
-        the message, of which the totals are returned, being copied to the host. `before_waiting` is
-        called when this rank has finished its part. If the task weighs samples, the gradients are
-        rescaled to the sum of the weights, by which torch's cross_entropy divides.
+        the message, of which the totals are returned, being copied to the host. If the task weighs
+        samples, the gradients are rescaled to the sum of the weights, by which torch's
+        cross_entropy divides.
 
         A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do
         the steps that follow before its totals are read.
@@ -132,16 +131,13 @@ class Trainer:
             rows = len(batch.targets)
             irregular = norms.collect(message.moments, rows, total)
             message.add_sums(rows, irregular, **sums)
-            weights = self.task.weights(batch.targets)
-            if weights is not None:
-                message.scalar["weight"].add_(weights.sum())
             self.reduce.accumulate(batch.shard)
         message.request(*requests)
         clock.mark()
         message.set_seconds(clock.compute, waited)
 
-        before_waiting()
-        self.reduce()  # the one communication of a step
+        with waiting():
+            self.reduce()  # the one communication of a step
         clock.mark()
 
         finite = message.finite(lasting=self.in_flight > 0)

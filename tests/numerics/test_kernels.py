@@ -23,14 +23,14 @@ class Recorder:
 
     def __call__(self, work):
         self.recorded += 1
-        found = torch.full((), torch.nan), torch.full((), -1)
+        sums = {"loss": torch.full((), torch.nan), "correct": torch.full((), -1)}
 
         def replay():
             self.replayed += 1
-            for here, new in zip(found, work(), strict=True):
-                here.copy_(new)
+            for name, new in work().items():
+                sums[name].copy_(new)
 
-        return found, replay
+        return sums, replay
 
 
 def network(dropout=0.5):
@@ -56,8 +56,8 @@ def gradients(rows, total=16, model=None, **how):
     for key, count in enumerate(rows):
         message.zero()
         torch.manual_seed(key)
-        loss, correct = backward(*batch(count, key), total)
-        figures = torch.stack([loss.detach(), correct])
+        sums = backward(*batch(count, key), total)
+        figures = torch.stack([sums["loss"].detach(), sums["correct"]])
         found.append(torch.cat([figures, message.gradients, *statistics]).clone())
     return found
 
