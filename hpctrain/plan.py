@@ -37,6 +37,10 @@ FREE = {
 }
 #: Settings that the plan resolves to numbers of other names.
 RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize"}
+#: Facts that a plan holds as they are.
+FROM_FACTS = ("rows", "image_shape", "pack_uuid", "class_weights", "scaling")
+WARMUP_EPOCHS = 5.0  # by default if the learning rate grows with the batch
+WARMUP_FROM = 0.1  # fraction of the learning rate in the first step, if it does not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,39 +130,18 @@ def resolve(config: Config, facts: Facts) -> Plan:
     model = model_name(config, facts.image_shape)
     task = FACTS[config.task]
     shards = config.shards or round(sum(config.worker_load or ())) or facts.ranks
-    many = config.batch_per_rank is not None or facts.device == "cuda"
-    workers = (config.shards or facts.ranks) if many else 1
-    batch_size = config.batch_size or (config.batch_per_rank or task.batch_size) * workers
-    partition = cut_epoch(facts.rows, batch_size, shards, facts.min_samples)
-    shuffle = config.shuffle or ("blocks" if facts.chunk_rows else "partition")
-    if config.balanced_sampling and shuffle == "blocks":
-        raise UsageError(
-            "--balanced-sampling repeats images of rare classes, and --shuffle blocks (the default"
-            " for a file of chunks) reads a block once per epoch: use --shuffle partition"
-        )
+    partition = cut_epoch(facts.rows, global_batch_size(config, facts), shards, facts.min_samples)
+    shuffle = choose_shuffle(config, facts)
     block_rows = facts.block_rows or -(-READ_BYTES // facts.row_bytes)
-    no_tf32 = config.precision == "default" and facts.device == "cpu"
     optimizer, rate = optimizer_and_rate(config.optimizer, config.lr, config.task)
-    # The rate grows with the batch: linearly (Goyal et al. 2017, arXiv:1706.02677) or with its
-    # square root (Krizhevsky 2014, arXiv:1404.5997; usual for adam).
-    times = partition.batch_size / (config.batch_per_rank or task.batch_size)
-    growth = {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.scale_lr]
-    usual_warmup = 5.0 * (growth > 1 and config.schedule != "one-cycle")  # which has one itself
-    warmup = usual_warmup if config.warmup_epochs is None else config.warmup_epochs
+    growth = rate_growth(config, partition.batch_size)
     epochs = config.epochs or task.epochs or NETWORK_EPOCHS.get(model, EPOCHS)
-    if warmup > epochs:
-        raise UsageError(
-            f"the warm-up of {warmup:g} epochs is longer than the run of"
-            f" {counted(epochs, 'epoch')}: give a smaller --warmup-epochs or a larger --epochs"
-        )
     elsewhere = {*FREE, *RESOLVED, *(field.name for field in dataclasses.fields(Plan))}
     return Plan(
+        **{name: getattr(facts, name) for name in FROM_FACTS},
         settings=_digest({n: v for n, v in config.changed().items() if n not in elsewhere}),
         chosen=tuple(name for name in config.changed() if name != "precision"),
         model=model,
-        image_shape=facts.image_shape,
-        pack_uuid=facts.pack_uuid,
-        rows=facts.rows,
         shards=shards,
         batch_size=partition.batch_size,
         last=partition.last,
@@ -168,16 +151,71 @@ def resolve(config: Config, facts: Facts) -> Plan:
         epochs=epochs,
         optimizer=optimizer,
         learning_rate=rate * growth,
-        warmup_steps=round(warmup * partition.steps),
-        warmup_from=1 / growth if growth > 1 else 0.1,
+        warmup_steps=round(warmup_epochs(config, growth, epochs) * partition.steps),
+        warmup_from=1 / growth if growth > 1 else WARMUP_FROM,
         patience=task.patience if config.patience is None else config.patience,
-        precision="fp32" if no_tf32 else config.precision,
+        precision=resolve_precision(config, facts),
         evaluation_rows=evaluation_rows(facts.device, facts.image_shape),
-        class_weights=facts.class_weights,
-        scaling=facts.scaling,
         device=facts.device if config.deterministic else "",
         threads=cpu_threads(config, facts.threads) if config.deterministic else 0,
     )
+
+
+def global_batch_size(config: Config, facts: Facts) -> int:
+    """Return --batch-size; by default --batch-per-rank, or on GPUs the task's batch, per shard."""
+    if config.batch_size:
+        return config.batch_size
+    if config.batch_per_rank is None and facts.device == "cpu":
+        return base_batch_size(config)
+    return base_batch_size(config) * (config.shards or facts.ranks)
+
+
+def base_batch_size(config: Config) -> int:
+    """Return the batch size that --lr is meant for: --batch-per-rank, or the task's."""
+    return config.batch_per_rank or FACTS[config.task].batch_size
+
+
+def choose_shuffle(config: Config, facts: Facts) -> str:
+    """Return --shuffle, or its default. Raises UsageError if samples cannot be balanced by it."""
+    shuffle = config.shuffle or ("blocks" if facts.chunk_rows else "partition")
+    if config.balanced_sampling and shuffle == "blocks":
+        raise UsageError(
+            "--balanced-sampling repeats images of rare classes, and --shuffle blocks (the default"
+            " for a file of chunks) reads a block once per epoch: use --shuffle partition"
+        )
+    return shuffle
+
+
+def rate_growth(config: Config, batch_size: int) -> float:
+    """Return the factor by which --scale-lr raises the learning rate for a global batch size.
+
+    It grows linearly with the batch (Goyal et al. 2017, arXiv:1706.02677), or with its square root
+    (Krizhevsky 2014, arXiv:1404.5997; usual for adam).
+    """
+    times = batch_size / base_batch_size(config)
+    return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.scale_lr]
+
+
+def warmup_epochs(config: Config, growth: float, epochs: int) -> float:
+    """Return --warmup-epochs, or its default. Raises UsageError if it is longer than the run."""
+    warmup = 0.0
+    if config.warmup_epochs is not None:
+        warmup = config.warmup_epochs
+    elif growth > 1 and config.schedule != "one-cycle":  # which has a warm-up of its own
+        warmup = WARMUP_EPOCHS
+    if warmup > epochs:
+        raise UsageError(
+            f"the warm-up of {warmup:g} epochs is longer than the run of"
+            f" {counted(epochs, 'epoch')}: give a smaller --warmup-epochs or a larger --epochs"
+        )
+    return warmup
+
+
+def resolve_precision(config: Config, facts: Facts) -> str:
+    """Return --precision; torch's default is fp32 on CPUs, which have no TF32."""
+    if config.precision == "default" and facts.device == "cpu":
+        return "fp32"
+    return config.precision
 
 
 def evaluation_rows(device: str, image_shape: tuple[int, int, int]) -> int:
@@ -186,10 +224,10 @@ def evaluation_rows(device: str, image_shape: tuple[int, int, int]) -> int:
     Random numbers and the order of summation belong to blocks, so that they depend on the device
     and the image shape, (H, W, C), but never on the ranks.
     """
+    if device == "cpu":
+        return EVALUATION_ROWS
     most = GPU_EVALUATION_VALUES // math.prod(image_shape)
-    return (
-        EVALUATION_ROWS if device == "cpu" else max(EVALUATION_ROWS, min(GPU_EVALUATION_ROWS, most))
-    )
+    return max(EVALUATION_ROWS, min(GPU_EVALUATION_ROWS, most))
 
 
 def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
@@ -203,8 +241,9 @@ def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
 
 def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> int:
     """Return the CPU threads per rank: --threads, else 1 if deterministic, else `allowed`."""
-    kept = earlier.threads if earlier else 0  # of a deterministic run
-    return kept or config.threads or (1 if config.deterministic else allowed)
+    if earlier and earlier.threads:  # of a deterministic run
+        return earlier.threads
+    return config.threads or (1 if config.deterministic else allowed)
 
 
 def read_plan(fields: Any) -> Plan:
@@ -237,7 +276,7 @@ def extend(plan: Plan, config: Config, facts: Facts) -> Plan:
             f"the run's plan has version {plan.version}, this hpctrain's {VERSION}: finish it with"
             " the hpctrain that began it, or begin a new run with another --run"
         )
-    for what, old, new in (
+    for name, old, new in (
         ("pack", plan.pack_uuid, facts.pack_uuid),
         ("device", plan.device, facts.device if plan.device else ""),
         ("training images", plan.rows, facts.rows),
@@ -245,25 +284,29 @@ def extend(plan: Plan, config: Config, facts: Facts) -> Plan:
         ("model", plan.model, model_name(config, facts.image_shape)),
         ("class weights", plan.class_weights, facts.class_weights),
     ):
-        check_unchanged(what, old, new)
+        check_unchanged(name, old, new)
     return dataclasses.replace(plan, epochs=max(plan.epochs, config.epochs or 0))
 
 
-def check_unchanged(what: str, old: object, new: object) -> None:
+def check_unchanged(name: str, old: object, new: object) -> None:
     """Raise UsageError if what a run was begun with is another one now."""
     if old != new:
-        text = f"the run was begun with {what} {brief(old)}, not {brief(new)}"
+        text = f"the run was begun with {name} {brief(old)}, not {brief(new)}"
         raise UsageError(f"{text}: it cannot go on")
 
 
 def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[range]) -> list[str]:
     """Return the plan as text, one line per decision, with the `shards` of each rank."""
     height, width, channels = plan.image_shape
-    sizes, epochs = min_to_max(plan.partition.sizes), counted(plan.epochs, "epoch")
-    order = plan.shuffle + ", classes drawn equally often" * config.balanced_sampling
+    sizes = min_to_max(plan.partition.sizes)
+    epochs = counted(plan.epochs, "epoch")
+    order = plan.shuffle
+    if config.balanced_sampling:
+        order += ", classes drawn equally often"
     if plan.shuffle == "blocks":
         order = f"blocks of {plan.block_rows:,} images, shuffled by {plan.window_blocks:,}"
     steps = f"{epochs} x {plan.steps_per_epoch} = {plan.steps:,}, {plan.warmup_steps:,} to warm up"
+    memory_format = "NHWC" if config.channels_last else "NCHW"
     sums = "tree order, deterministic" if config.deterministic else f"in {config.comm_dtype}"
     lines = {
         "task": f"{config.task}, {width}x{height}x{channels}, {facts.classes} classes",
@@ -278,7 +321,7 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[ran
         "optimizer": f"{plan.optimizer}, learning rate {plan.learning_rate:g}",
         "class weights": _listed(plan.class_weights) or "none",
         "batch norm": config.batch_norm,
-        "precision": f"{plan.precision}, {'NHWC' if config.channels_last else 'NCHW'}",
+        "precision": f"{plan.precision}, {memory_format}",
         "seed": config.seed,
         "sums": sums,
         "plan": plan.digest(),
@@ -288,7 +331,8 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[ran
 
 def describe_shares(plan: Plan, shards: Sequence[range]) -> str:
     """Return the images of a full global batch per rank; only their range for many ranks."""
-    shares = tuple(sum(plan.partition.shares[own.start : own.stop]) for own in shards)
+    of_shards = plan.partition.shares
+    shares = [sum(of_shards[carried.start : carried.stop]) for carried in shards]
     if len(shares) > MOST_SHARES:
         return f"{min_to_max(shares)} a rank"
     return f"{', '.join(map(str, shares))} by rank"
