@@ -57,7 +57,10 @@ class Writer:
 
     def __init__(self, run: Path | None, interval: Every, keep: int, best: str = "") -> None:
         """`best` is the SHA-256 of the best network, if an earlier launch has written one."""
-        self._run, self.interval, self._keep, self._best = run, interval, keep, best
+        self._run = run
+        self.interval = interval
+        self._keep = keep
+        self._best = best
         self._saved = time.monotonic()  # time of the last checkpoint
         self._last: Mapping[str, Any] | None = None  # its state
         self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
@@ -108,7 +111,8 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until everything is written. Raises RunError if writing failed."""
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         if task and (error := task.exception()) is not None:
             reason = getattr(error, "strerror", None) or str(error)
             raise RunError(f"cannot write a checkpoint to {self._run}: {reason}") from error
@@ -126,7 +130,7 @@ class Writer:
     ) -> None:
         """Write the best network; one before it moves beside the checkpoints that name it."""
         named = named_steps(run)
-        earlier = [other for other in best_steps(run) if other != step]
+        earlier = [before for before in best_steps(run) if before != step]
         self._best = write_tensors(best_file(run, step), tensors, metadata, "best")
         for old in earlier:
             path = best_file(run, old)
@@ -143,9 +147,10 @@ class Writer:
         fault("checkpoint.begun")
         sync(run / FILE_NAME)  # a step in the checkpoint must be in the record too
         fault("record.synced")
-        folder, step = run / CHECKPOINTS, state["step"]
-        known = {"format": FORMAT, "step": step, "state": state, "best": self._best}
-        write_tensors(_file(folder, step), tensors, known, "checkpoint")
+        folder = run / CHECKPOINTS
+        step = state["step"]
+        metadata = {"format": FORMAT, "step": step, "state": state, "best": self._best}
+        write_tensors(_file(folder, step), tensors, metadata, "checkpoint")
         for old in checkpoint_steps(folder)[: -self._keep]:
             _file(folder, old).unlink()
         named = named_steps(run)
@@ -158,9 +163,9 @@ class Writer:
 def named_steps(run: Path) -> set[int]:
     """Return the steps of the best networks that the checkpoints name: the last before each."""
     folder = run / CHECKPOINTS
-    there = {*best_steps(run), *best_steps(folder)}
-    kept = checkpoint_steps(folder)
-    return {max((best for best in there if best <= each), default=0) for each in kept}
+    networks = {*best_steps(run), *best_steps(folder)}
+    checkpoints = checkpoint_steps(folder)
+    return {max((best for best in networks if best <= step), default=0) for step in checkpoints}
 
 
 def superseded_file(run: Path, step: int) -> Path:
@@ -182,9 +187,9 @@ def make_ready(run: Path, step: int, best: int) -> None:
     """
     folder = run / CHECKPOINTS
     folder.mkdir(exist_ok=True)
-    later = [_file(folder, each) for each in checkpoint_steps(folder) if each > step]
-    later += [best_file(run, each) for each in best_steps(run) if each > best]
-    later += [superseded_file(run, each) for each in best_steps(folder) if each > best]
+    later = [_file(folder, number) for number in checkpoint_steps(folder) if number > step]
+    later += [best_file(run, number) for number in best_steps(run) if number > best]
+    later += [superseded_file(run, number) for number in best_steps(folder) if number > best]
     for stale in (*run.glob(".*.tmp"), *folder.glob(".*.tmp"), *later):
         stale.unlink()
     if (path := find_best(run, best)) != best_file(run, best):
@@ -204,18 +209,18 @@ def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
     for step in reversed(checkpoint_steps(run / CHECKPOINTS)):
         path = _file(run / CHECKPOINTS, step)
         try:
-            _, known, sha256 = read(path)
-            if sha256 is None or known["step"] != step:
+            _, metadata, sha256 = read(path)
+            if sha256 is None or metadata["step"] != step:
                 raise CorruptFile(f"{path} is none of step {step}")
         except CorruptFile as error:
             corrupt.append(f"checkpoint {error}: passed over")
             continue
-        if known["format"] > FORMAT:
+        if metadata["format"] > FORMAT:
             raise UsageError(
-                f"{path} has format {known['format']}, this hpctrain knows {FORMAT}: use the"
+                f"{path} has format {metadata['format']}, this hpctrain knows {FORMAT}: use the"
                 " hpctrain that wrote it"
             )
-        return Checkpoint(step, known["state"], path, known["best"]), corrupt
+        return Checkpoint(step, metadata["state"], path, metadata["best"]), corrupt
     return None, corrupt
 
 

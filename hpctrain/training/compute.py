@@ -35,7 +35,9 @@ class Eager:
     """A `Backward` that launches its kernels one by one."""
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
-        self._model, self._loss, self._message = model, loss, message
+        self._model = model
+        self._loss = loss
+        self._message = message
         self._shares: dict[int, Tensor] = {}  # 1 / total, for the two totals that a run has
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> ShardSums:
@@ -64,8 +66,8 @@ class Compiled(Eager):
         # This also sets the compiler's own switch; torch_flags does not, as it would import it.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
         # No CUDA graphs of the compiler, even if the environment asks: --cuda-graphs decides.
-        made = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
-        super().__init__(cast(nn.Module, made), loss, message)
+        compiled = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
+        super().__init__(cast(nn.Module, compiled), loss, message)
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> ShardSums:
         try:
@@ -92,7 +94,8 @@ class Graphs:
     """
 
     def __init__(self, backward: Backward, record: GraphRecorder) -> None:
-        self._backward, self._record = backward, record
+        self._backward = backward
+        self._record = record
         self._seen: Counter[tuple] = Counter()
         self._graphs: dict[tuple, Recorded] = {}  # by shape
 
@@ -102,10 +105,10 @@ class Graphs:
             self._seen[shape] += 1
             if self._seen[shape] <= WARM:
                 return self._record.warm_up(partial(self._backward, inputs, targets, total))
-            own_inputs = inputs.clone()  # strides are kept
-            own_targets = targets.clone()
+            graph_inputs = inputs.clone()  # strides are kept
+            graph_targets = targets.clone()
             try:
-                graph = self._record(partial(self._backward, own_inputs, own_targets, total))
+                graph = self._record(partial(self._backward, graph_inputs, graph_targets, total))
             except (RuntimeError, OwnCodeError) as error:
                 # The error at the end of a recording hides that of the operation which failed.
                 failed = error.__context__ or error
@@ -113,7 +116,7 @@ class Graphs:
                     failed = failed.__context__ or failed
                 words = f"cannot be recorded: {first_line(failed)}; do without"
                 raise RunError(f"--cuda-graphs: this network's step {words}") from error
-            self._graphs[shape] = Recorded(own_inputs, own_targets, *graph)
+            self._graphs[shape] = Recorded(graph_inputs, graph_targets, *graph)
         recorded = self._graphs[shape]
         recorded.inputs.copy_(inputs)
         recorded.targets.copy_(targets)
@@ -128,7 +131,8 @@ def make_backward(
 
     Raises UsageError for graphs without a GPU, and for compiling on CPUs without a C++ compiler.
     """
-    device, compiler = message.device, os.environ.get("CXX", "g++")  # as torch.compile looks for it
+    device = message.device
+    compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
     if graphs and device.type != "cuda":
         raise UsageError("--cuda-graphs is for GPUs: this rank computes on the CPU")
     if compiled and device.type == "cpu" and shutil.which(compiler) is None:

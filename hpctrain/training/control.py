@@ -75,10 +75,14 @@ class Control:
 
     def requests(self, save: bool) -> list[str]:
         """Return what this rank requests in its next step; see `Message.request`."""
-        found = {"stop": self.asked(), "preempted": self.preempted_by() is not None, "save": save}
-        return [name for name, asked in found.items() if asked]
+        flags = {
+            "stop": self.stop_requested(),
+            "preempted": self.preempted_by() is not None,
+            "save": save,
+        }
+        return [name for name, is_set in flags.items() if is_set]
 
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether the run is to stop. Checks for the STOP file at most twice a second."""
         now = time.monotonic()
         if self._file and not self._stop_seen and now - self._looked > LOOK_EVERY:
@@ -183,6 +187,6 @@ class RunLock:
 def is_locked(folder: Path) -> bool:
     """Whether another process has locked the folder. Raises RunError if it is not writable."""
     lock = RunLock()
-    taken = lock.take(folder)
+    is_free = lock.take(folder)
     lock.release()
-    return not taken
+    return not is_free

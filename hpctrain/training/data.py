@@ -114,9 +114,9 @@ def check_data(config: Config, pack: Pack) -> None:
     require_validation("--validate-every", every, pack)
 
 
-def require_validation(flag: str, given: object, pack: Pack) -> None:
+def require_validation(flag: str, is_given: object, pack: Pack) -> None:
     """Raise UsageError if `flag` is given and the pack has no validation split."""
-    if given and "validation" not in pack.splits:
+    if is_given and "validation" not in pack.splits:
         how = "train" if pack.external is not None else "pack"
         raise UsageError(
             f"{flag} needs a split validation, and {pack.path} has none: {how} with --split"
@@ -138,7 +138,8 @@ def open_order(
         blocks = plan.block_rows, plan.window_blocks
         return make_order(plan.shuffle, plan.partition, config.seed, *blocks, classes_of)
 
-    train, order = source, order_of(source)
+    train = source
+    order = order_of(source)
     reach = order.reach(shards)
     if config.stage and not config.dry_run:
         needed = reach
@@ -165,9 +166,10 @@ def balance_note(order: Order, shards: range, classes: Sequence[str], comm: Comm
     """
     if not isinstance(order, BalancedOrder) or order.everywhere:
         return ""
-    own = [order.drawn(shard, len(classes)) for shard in shards]
-    drawn = np.array([counts for part in allgather(comm, own) for counts in part])  # (shards, K)
-    absent, totals = (drawn == 0).sum(0), drawn.sum(0)
+    counts = [order.drawn(shard, len(classes)) for shard in shards]
+    drawn = np.concatenate(allgather(comm, counts))  # (shards, K)
+    absent = (drawn == 0).sum(0)
+    totals = drawn.sum(0)
     lacking = np.flatnonzero(absent).tolist()
     if not lacking:
         return ""
@@ -186,18 +188,21 @@ def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str
     more than the memory of this host, on which `ranks` ranks run.
     """
     columns = (info.labels, info.offsets, info.crc32 if config.verify else None)
-    each = sum(np.dtype(column.dtype).itemsize for column in columns if column is not None)
-    each += config.verify + SORTED_BYTES * config.balanced_sampling
-    if plan.shuffle != "global" or each * info.samples <= NOTED_BYTES:
+    sample_bytes = sum(np.dtype(column.dtype).itemsize for column in columns if column is not None)
+    if config.verify:
+        sample_bytes += 1  # whether its checksum was compared
+    if config.balanced_sampling:
+        sample_bytes += SORTED_BYTES
+    if plan.shuffle != "global" or sample_bytes * info.samples <= NOTED_BYTES:
         return ""
-    gib = each * info.samples / 2**30
+    gib = sample_bytes * info.samples / 2**30
     takes = (
         f"--shuffle global keeps numbers of {info.samples:,} samples: {gib:,.1f} GiB on each rank"
     )
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    if gib * ranks > there:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if gib * ranks > memory:
         raise UsageError(
-            f"{takes}, and this host has {there:,.1f} GiB for {counted(ranks, 'rank')}: use"
+            f"{takes}, and this host has {memory:,.1f} GiB for {counted(ranks, 'rank')}: use"
             " --shuffle partition or blocks, or fewer ranks per host"
         )
     return takes

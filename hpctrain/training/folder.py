@@ -35,7 +35,8 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
     Without --run, its name is time and model, with a number for runs begun in the same second. The
     folder is created atomically; an existing one is never reused.
     """
-    runs, model = Path(run.config.runs_dir), Path(run.plan.model).name.replace(":", ".")
+    runs = Path(run.config.runs_dir)
+    model = Path(run.plan.model).name.replace(":", ".")
     base = run.config.run or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,8 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
 
     If that launch crashed, the crash is recorded as its end.
     """
-    folder, state = earlier.folder, run.progress
+    folder = earlier.folder
+    state = run.progress
     try:
         truncate_record(folder, state.step, state.epoch, state.validated)
         if earlier.crash:
@@ -87,8 +89,8 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
                 recorder.write("end", **earlier.crash._asdict())
         write_settings(run, folder)
         (folder / HEARTBEATS).mkdir(exist_ok=True)  # a copy may lack it: it is empty after a run
-        for left in (folder / HEARTBEATS).iterdir():  # there may be fewer ranks now
-            left.unlink(missing_ok=True)
+        for heartbeat in (folder / HEARTBEATS).iterdir():  # there may be fewer ranks now
+            heartbeat.unlink(missing_ok=True)
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()
         make_ready(folder, state.step, state.best.step)
@@ -103,10 +105,17 @@ def run_facts(run: Run) -> dict[str, object]:
 
     Its settings are a fixed set, and all that affect the results and are not at their defaults.
     """
-    given = {
+    settings = {
         name: value
         for name, value in run.config.changed().items()
         if name not in FREE - {"data", "epochs"}
+    }
+    settings |= {
+        "model": run.plan.model,
+        "optimizer": run.plan.optimizer,
+        "lr": run.plan.learning_rate,
+        "batch_size": run.plan.batch_size,
+        "seed": run.config.seed,
     }
     memory, memory_reason = memory_of(run.trainer.message.device)
     transport = run.trainer.reduce.transport
@@ -138,14 +147,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "steps_per_epoch": run.plan.steps_per_epoch,
         "learning_rate": run.plan.learning_rate,
         "rows": {name: split.samples for name, split in run.pack.splits.items()},
-        "settings": given
-        | {
-            "model": run.plan.model,
-            "optimizer": run.plan.optimizer,
-            "lr": run.plan.learning_rate,
-            "batch_size": run.plan.batch_size,
-            "seed": run.config.seed,
-        },
+        "settings": settings,
         "figures": run.task.facts.figures,
         "pack": run.pack.path,
         "pack_uuid": run.pack.uuid,

@@ -44,7 +44,9 @@ class PendingStep(NamedTuple):
 
 def train_epochs(run: Run) -> None:
     """Train from the current step to the last epoch, or until the run ends early. Collective."""
-    plan, state, per_epoch = run.plan, run.progress, run.plan.steps_per_epoch
+    plan = run.plan
+    per_epoch = plan.steps_per_epoch
+    state = run.progress
     pending: deque[PendingStep] = deque()  # oldest first
     if minimum(run.comm, received_signal() is None) == [0]:
         state.ended = Status.PREEMPTED  # before the first step
@@ -53,7 +55,8 @@ def train_epochs(run: Run) -> None:
         validate(run)  # the previous launch was preempted during it
     with closing(run.loader) as loader:
         while state.epoch < plan.epochs and not state.ended:
-            first, bad = state.step - state.epoch * per_epoch, Bad()
+            first = state.step - state.epoch * per_epoch
+            bad = Bad()
             steps = loader.epoch(state.epoch, first, bad)
             for number in range(first, per_epoch):
                 if not pending:
@@ -88,7 +91,9 @@ def finish_step(run: Run, pending: deque[PendingStep]) -> None:
     they are read first if the work needs them. All ranks read them at the same point, so all
     decide alike.
     """
-    state, plan, step = run.progress, run.plan, pending[-1].step
+    state = run.progress
+    plan = run.plan
+    step = pending[-1].step
     last = step % plan.steps_per_epoch == 0
     validates = validation_due(run, step)
     saves = run.writer.interval.follows(step, plan.steps_per_epoch)
@@ -130,8 +135,9 @@ def note_unused(run: Run) -> None:
     """Note the parameters whose gradient was zero in the last step, if any."""
     message = run.trainer.message
     segments = message.layout.segments
-    reached = torch.stack([each.of(message.gradients).any() for each in segments]).tolist()
-    names = [each.name for each, used in zip(segments, reached, strict=True) if not used]
+    gradients = [segment.of(message.gradients) for segment in segments]
+    reached = torch.stack([gradient.any() for gradient in gradients]).tolist()
+    names = [segment.name for segment, used in zip(segments, reached, strict=True) if not used]
     if names:
         run.recorder.note(
             f"no gradient reached {len(names)} of {len(segments)} parameters in the last step of"
@@ -146,13 +152,13 @@ def save_checkpoint(run: Run) -> None:
     doing(f"saving step {run.progress.step}")
     run.recorder.flush()
     message = run.trainer.message
-    known = {
+    state = {
         "layout": message.layout.digest(),
         "key": hardware_key(message.device),
         "epochs": run.plan.epochs,
         **run.progress.to_json(),
     }
-    run.writer.save(run.trainer.state(), known)
+    run.writer.save(run.trainer.state(), state)
 
 
 def check(run: Run, totals: Totals, pending: PendingStep) -> None:
@@ -161,19 +167,21 @@ def check(run: Run, totals: Totals, pending: PendingStep) -> None:
     Raises NonFinite, or RunError for totals that must not occur; all ranks see the same totals and
     raise the same error.
     """
-    step, rows = pending.step, pending.rows
+    step = pending.step
+    rows = pending.rows
     where = f"step {step} (epoch {run.progress.epoch + 1})"
     if totals.skipped:
         if bad := describe_first(allgather(run.comm, pending.bad)):
             raise agreed(NonFinite(f"{bad}; the weights of step {step - 1}, before it, are kept"))
-        what, ranks = "the gradient", ""
+        text = f"the gradient of {where} is not finite"
         finite = allgather(run.comm, math.isfinite(totals.own))
         if nonfinite := [rank for rank, is_finite in enumerate(finite) if not is_finite]:
-            what, ranks = "the loss", f" on rank {listed(nonfinite, MOST_LISTED)}"
+            ranks = listed(nonfinite, MOST_LISTED)
+            text = f"the loss of {where} is not finite on rank {ranks}"
         raise agreed(
             NonFinite(
-                f"{what} of {where} is not finite{ranks}; the weights of step {step - 1} are kept."
-                " A lower --lr or --clip-norm may help"
+                f"{text}; the weights of step {step - 1} are kept. A lower --lr or --clip-norm may"
+                " help"
             )
         )
     if totals.irregular:

@@ -129,14 +129,14 @@ def use_network_of_init(config: Config) -> Config:
     if config.init is None or config.model != "auto":
         return config
     path = find_model(config.init, config.runs_dir)
-    known = {} if is_torch_file(path) else read_model(path)[1]
-    if known.get("task") != config.task:
+    metadata = {} if is_torch_file(path) else read_model(path)[1]
+    if metadata.get("task") != config.task:
         return config
-    name = known["model"]
+    name = metadata["model"]
     if is_own("model", name):
         raise UsageError(f"--init {config.init}: its network is {name}: give --model {name}")
-    small = config.small_stem or known["small_stem"]
-    return dataclasses.replace(config, model=name, small_stem=small)
+    small_stem = config.small_stem or metadata["small_stem"]
+    return dataclasses.replace(config, model=name, small_stem=small_stem)
 
 
 def make_model(

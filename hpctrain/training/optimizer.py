@@ -41,17 +41,18 @@ def make_optimizer(
     betas (0.9, 0.999) and eps (1e-8). Each group has its own weight decay and factor of the
     learning rate, `lr_scale`. All state is there from the beginning, zero.
     """
-    given = [
+    param_groups = [
         {"params": [weights], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay}
         for weights, group in groups
     ]
     base: type[Any] = {"sgdm": SGD, "adam": Adam, "adamw": AdamW}[name]
-    own = {"momentum": config.momentum} if name == "sgdm" else {}
+    momentum = {"momentum": config.momentum} if name == "sgdm" else {}
     # Without torch's decorators: they import the compiler on each rank even if nothing is compiled,
     # which takes longer than importing torch itself.
-    step, add = torch.no_grad()(inspect.unwrap(base.step)), inspect.unwrap(base.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(base.step))
+    add = inspect.unwrap(base.add_param_group)
     kind: type[Any] = type(base.__name__, (base,), {"step": step, "add_param_group": add})
-    optimizer: Optimizer = kind(given, lr=lr, fused=True, **own)
+    optimizer: Optimizer = kind(param_groups, lr=lr, fused=True, **momentum)
     # A step that is skipped creates the state. torch leaves a momentum buffer uninitialised then.
     gate_update(optimizer, torch.ones((), device=groups[0][0].device))
     step(optimizer)
@@ -71,9 +72,12 @@ def learning_rate(config: Config, plan: Plan, step: int) -> float:
     StepLR, at least --min-lr. "one-cycle": torch's OneCycleLR with a constant momentum, 30 % of the
     steps from 1/25 to 1 of R, then down to 1/250,000 (Smith and Topin 2017, arXiv:1708.07120).
     """
-    most, least, after = plan.learning_rate, config.min_lr, step - plan.warmup_steps
+    most = plan.learning_rate
+    least = config.min_lr
+    after = step - plan.warmup_steps
     if config.schedule == "one-cycle":
-        last, peak = plan.steps - 1, 0.3 * plan.steps - 1
+        last = plan.steps - 1
+        peak = 0.3 * plan.steps - 1
         if step <= peak:
             return most / 25 + (most - most / 25) * (1 - cosine(step / peak))
         return most / 25e4 + (most - most / 25e4) * cosine((step - peak) / (last - peak))
@@ -107,8 +111,8 @@ def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
     """
     even = flat_gradient.numel() // 4096 * 4096
     parts = torch.linalg.vector_norm(flat_gradient[:even].view(-1, 4096), dim=1)
-    rest = torch.linalg.vector_norm(flat_gradient[even:])
-    norm = torch.linalg.vector_norm(torch.cat([parts, rest[None]]), dtype=torch.float64)
+    tail = torch.linalg.vector_norm(flat_gradient[even:])
+    norm = torch.linalg.vector_norm(torch.cat([parts, tail[None]]), dtype=torch.float64)
     norm = norm.to(flat_gradient.dtype)
     flat_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
@@ -125,9 +129,9 @@ def freeze(model: nn.Module, patterns: Patterns | None) -> str:
         return ""
     first = first_names(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    known = [*dict.fromkeys([*model.state_dict(), *first])]
-    found = set().union(*(select("--freeze", each, known) for each in patterns))
-    matched = {first.get(name, name) for name in found}
+    names = [*dict.fromkeys([*model.state_dict(), *first])]
+    selected = set().union(*(select("--freeze", pattern, names) for pattern in patterns))
+    matched = {first.get(name, name) for name in selected}
     frozen = [parameter for name, parameter in trained.items() if name in matched]
     if len(frozen) == len(trained):
         last = [*trained][-1].rpartition(".")[0]
@@ -176,11 +180,11 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
 
 def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
     """Return the names that match a pattern. Raises UsageError if there is none."""
-    found = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
-    if not found:
+    selected = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+    if not selected:
         tops = listed(dict.fromkeys(name.partition(".")[0] for name in names), 12)
         raise UsageError(f"{flag} {pattern}: no name in the network matches; it has {tops}")
-    return found
+    return selected
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -179,8 +179,8 @@ def line_of_backward(forward: Callable[[], Tensor]) -> str:
         except Exception:  # the same again; torch warns where the operation was called
             text = "".join(str(warning.message) for warning in caught)
             lines = re.findall(r'File "(.+)", line (\d+)', text)
-            own = [file_and_line(file, int(line)) for file, line in lines if is_own_file(file)]
-            return f"computed in {own[-1]}" if own else ""
+            places = [file_and_line(file, int(line)) for file, line in lines if is_own_file(file)]
+            return f"computed in {places[-1]}" if places else ""
     return ""
 
 
@@ -201,10 +201,10 @@ def check_repeats(
         return {f"buffer {name}": bits(buffer) for name, buffer in named if not norms.owns(buffer)}
 
     first = inputs[:ROWS]
-    other = inputs[-ROWS:]
+    last = inputs[-ROWS:]
     before = buffers()
     outputs = []
-    given = first.clone()
+    first_before = first.clone()
 
     def pass_through(samples: Tensor, seed: int) -> Tensor:
         norms.restore()
@@ -214,10 +214,10 @@ def check_repeats(
     with fork_rng(inputs.device):
         with restored_attributes(norms.model):
             outputs.append(pass_through(first, key))
-        pass_through(other, key + 1)
+        pass_through(last, key + 1)
         outputs.append(pass_through(first, key))
     norms.restore()
-    check_unchanged_input(norms.model, given, first)
+    check_unchanged_input(norms.model, first_before, first)
     after = buffers()
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if exact and bits(outputs[0]) != bits(outputs[1]):
@@ -279,36 +279,36 @@ def find_difference(model: nn.Module, forward: Forward, inputs: Tensor, key: int
     paler = (inputs + inputs.flip(-1).roll(1, 0)) / 2  # others of a smaller range
     first = torch.cat([paler[:1], inputs[1:]])
     last = torch.cat([paler[1:], paler[:1]])
-    given = SampleInBatch(first, 0, key)
+    compared = SampleInBatch(first, 0, key)
     seed = key + 1
-    whole = given.pass_through(forward)
-    if not whole.isfinite().any():
-        return not_finite(model, forward, given)
-    if not whole.isfinite().all():
+    output = compared.pass_through(forward)
+    if not output.isfinite().any():
+        return not_finite(model, forward, compared)
+    if not output.isfinite().all():
         return ""
     tests = (
         SampleInBatch(paler, 0, seed),
         SampleInBatch(last, len(last) - 1, seed),
         SampleInBatch(first[:1], 0, seed),
     )
-    if all(is_close(whole, test.pass_through(forward), whole) for test in tests):
+    if all(is_close(output, test.pass_through(forward), output) for test in tests):
         return ""
-    for what, batch in (
+    for cause, batch in (
         ("torch's random numbers", SampleInBatch(first, 0, seed)),
         ("the other images of the batch", SampleInBatch(paler, 0, key)),
         ("its place in the batch", SampleInBatch(first.flip(0), len(first) - 1, key)),
         ("the number of images in the batch", SampleInBatch(first[:1], 0, key)),
         *(("the rest of the batch", test) for test in tests),
     ):
-        if not is_close(whole, batch.pass_through(forward), whole):
-            return depends(what, find_layer(model, forward, given, batch))
+        if not is_close(output, batch.pass_through(forward), output):
+            return depends(cause, find_layer(model, forward, compared, batch))
     return ""
 
 
-def depends(what: str, where: str = "") -> str:
+def depends(cause: str, where: str = "") -> str:
     """Return the error for a network of which an output depends on more than the image."""
     return (
-        f"in evaluation mode the network's output for an image depends on {what}{where}: it must"
+        f"in evaluation mode the network's output for an image depends on {cause}{where}: it must"
         " depend on that image alone, because batches are cut into shards, and splits into blocks"
     )
 
@@ -340,14 +340,14 @@ class Call(NamedTuple):
     """What a module got and gave for the sample; None where it cannot be told from others."""
 
     module: nn.Module
-    given: Tensor | None
+    input: Tensor | None
     output: Tensor | None
 
 
 def record_calls(model: nn.Module, forward: Forward, batch: SampleInBatch) -> list[Call]:
     """Pass a batch forward; return the calls of all modules, in the order in which they ended."""
     calls: list[Call] = []
-    given: list[Tensor | None] = []
+    running: list[Tensor | None] = []  # inputs of calls that have not ended, the innermost last
     modules = {*model.modules()}
 
     def of_sample(values: Any) -> Tensor | None:
@@ -357,12 +357,12 @@ def record_calls(model: nn.Module, forward: Forward, batch: SampleInBatch) -> li
         return None
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        given.append(of_sample(inputs))
+        running.append(of_sample(inputs))
 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        of_inputs = given.pop()
+        sample = running.pop()
         if module in modules:
-            calls.append(Call(module, of_inputs, of_sample(output)))
+            calls.append(Call(module, sample, of_sample(output)))
 
     with register_module_forward_pre_hook(before), register_module_forward_hook(after):
         batch.pass_through(forward)
@@ -374,21 +374,21 @@ def find_layer(
 ) -> str:
     """Return where the results for a sample begin to differ between two batches; "" = not known."""
     names = {module: name for name, module in model.named_modules()}
-    pairs = zip(
-        record_calls(model, forward, first), record_calls(model, forward, second), strict=False
-    )
-    for one, other in pairs:
-        if one.module is not other.module or one.output is None or other.output is None:
+    calls = record_calls(model, forward, first)
+    calls_of_second = record_calls(model, forward, second)
+    for call, counterpart in zip(calls, calls_of_second, strict=False):
+        module = call.module
+        if module is not counterpart.module or call.output is None or counterpart.output is None:
             continue
-        if is_close(one.output, other.output, one.output):
+        if is_close(call.output, counterpart.output, call.output):
             continue
-        kind = type(one.module).__name__
-        name = names[one.module]
+        kind = type(module).__name__
+        name = names[module]
         layer = f"layer {name}, {kind}" if name else f"forward of {kind}"
-        if one.given is None or other.given is None:
+        if call.input is None or counterpart.input is None:
             return f" (seen first in {layer})"
-        if is_close(one.given, other.given, one.given):
-            return f" ({layer}{by_design(one.module)})"
+        if is_close(call.input, counterpart.input, call.input):
+            return f" ({layer}{by_design(module)})"
         return f" (computed before {layer})"
     return ""
 

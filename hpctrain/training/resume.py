@@ -82,7 +82,8 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         or checkpoint.state["validated"] > history.evaluated.get("validation", {}).get("step", 0)
     ):
         problems.append("the record has lost the last epoch or validation that was done")
-    outcome, recorded = history.outcome(over=True), history.launch.outcome
+    outcome = history.outcome(over=True)
+    recorded = history.launch.outcome
     unrecorded = outcome.status and history.facts and not recorded.status
     crash = outcome if unrecorded and not history.problem else None
     if crash:
@@ -125,17 +126,20 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
     that has changed since stays as it was. A function of the user's own is always given again: no
     file of the run can make this launch import it.
     """
-    kept: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
-        name, new = field.name, getattr(config, field.name)
+        name = field.name
         if name in FREE:
             continue
-        kept[name] = getattr(before, name)
-        is_named_by_file = new != kept[name] and is_own(name, kept[name])
+        new = getattr(config, name)
+        old = getattr(before, name)
+        settings[name] = old
+        is_named_by_file = new != old and is_own(name, old)
         of_init = config.init and name in ("model", "small_stem") and new == field.default
         if of_init and not is_named_by_file:
             continue  # those of the network of --init
-        old = plan.precision if name == "precision" else kept[name]  # as resolved
+        if name == "precision":
+            old = plan.precision  # as resolved
         is_chosen = new != field.default or name in plan.chosen or is_named_by_file
         if new != old and is_chosen:
             flag = flag_of(name)
@@ -146,7 +150,7 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
                 f"the run {folder} was begun {was}, not {now}: give the same settings to continue"
                 " it, or another name with --run"
             )
-    return dataclasses.replace(config, **kept)
+    return dataclasses.replace(config, **settings)
 
 
 def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
@@ -154,10 +158,12 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
 
     Returns notes for the record.
     """
-    trainer, checkpoint = run.trainer, earlier.checkpoint
+    trainer = run.trainer
+    checkpoint = earlier.checkpoint
     if checkpoint is None:
         return [*earlier.problems, "no checkpoint was left: from the first step"]
-    layout, saved = trainer.message.layout.digest(), checkpoint.state
+    layout = trainer.message.layout.digest()
+    saved = checkpoint.state
     try:
         if saved["layout"] != layout:
             raise ValueError(
@@ -176,9 +182,9 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
         state.reason = None
     notes = [*earlier.problems, f"going on after step {state.step}"]
     notes += filter(None, [stretched(run, saved["epochs"])])
-    here = hardware_key(trainer.message.device)
-    if saved["key"] != here:
-        note = f"begun on {saved['key']}, now on {here}"
+    key = hardware_key(trainer.message.device)
+    if saved["key"] != key:
+        note = f"begun on {saved['key']}, now on {key}"
         notes.append(f"{note}: the bits may differ" if run.config.deterministic else note)
     best = find_best(earlier.folder, state.best.step)
     if state.best.step and not on_root(run.comm, has_best, best, checkpoint.best):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from hpctrain.config import Config
@@ -25,9 +27,9 @@ def choose_scaling(
     A resumed run keeps that of its `earlier` plan. Raises UsageError for --normalize pack if a
     channel is constant, and for --normalize imagenet if there are not three channels.
     """
-    channels, own = pack.image_shape[2], own_input(model)
     if earlier:
         return earlier.scaling, ""
+    channels = pack.image_shape[2]
     if config.normalize == "imagenet":
         if channels != 3:
             text = f"--normalize imagenet needs 3 channels, not {channels}"
@@ -42,21 +44,33 @@ def choose_scaling(
         return (pack.mean, pack.std), ""
     if config.normalize == "unit" or FACTS[config.task].is_unit:
         return (), ""
-    found: Scaling = ()
+    expected, whose = expected_scaling(config, pack, model, init)
+    if not expected:
+        return (), ""
+    scaling = tuple(for_channels(values, channels) for values in expected)
+    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in scaling)
+    return scaling, f"--normalize auto: mean {mean} and std {std}, {whose}"
+
+
+def expected_scaling(
+    config: Config, pack: Pack, model: nn.Module, init: InitialWeights | None
+) -> tuple[Scaling, str]:
+    """Return the scaling that the network or its first weights expect, if any, and whose it is."""
     if init and init.scaling is not None:
-        found, whose = init.scaling, "as in the training of --init"
-    elif own:
-        found, whose = (own["mean"], own["std"]), f"as published for {config.model}"
-        _, height, width = own["input_size"]
+        return init.scaling, "as in the training of --init"
+    if published := own_input(model):
+        whose = f"as published for {config.model}"
+        _, height, width = published["input_size"]
         if (height, width) != pack.image_shape[:2]:
             whose += f" and images of {width}x{height}"
-    elif init and (channels == 3 or init.adapted):
-        found, whose = (IMAGENET_MEAN, IMAGENET_STD), "those of ImageNet, as --init does not say"
-    if not found:
-        return (), ""
-    scaling = []
-    for values in found:  # of another number of channels each has their mean
-        repeated = (sum(values) / len(values),) * channels
-        scaling.append(tuple(map(float, values)) if len(values) == channels else repeated)
-    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in scaling)
-    return tuple(scaling), f"--normalize auto: mean {mean} and std {std}, {whose}"
+        return (published["mean"], published["std"]), whose
+    if init and (pack.image_shape[2] == 3 or init.adapted):
+        return (IMAGENET_MEAN, IMAGENET_STD), "those of ImageNet, as --init does not say"
+    return (), ""
+
+
+def for_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return values by channel; if there are more or fewer than `channels`, the mean for each."""
+    if len(values) == channels:
+        return tuple(map(float, values))
+    return (sum(values) / len(values),) * channels

@@ -73,7 +73,8 @@ def run_training(
     """
     config = on_root(comm, lambda: config)
     on_root(comm, config.check_conflicts)
-    lock, (deadline, note) = RunLock(), on_root(comm, find_deadline, config)
+    lock = RunLock()
+    deadline, note = on_root(comm, find_deadline, config)
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(explain_errors(RunError))
@@ -95,7 +96,8 @@ def run_training(
             run.folder = on_root(comm, open_run_folder, run, earlier)
         else:
             run.folder = on_root(comm, make_run_folder, run, lock)
-        mine, first = run.folder if comm.rank == 0 else None, run.progress.step
+        mine = run.folder if comm.rank == 0 else None
+        first = run.progress.step
         best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
         with on_all(comm):
             if watchdog := current():
@@ -128,11 +130,16 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
     Raises UsageError if its data has changed, or its network is missing or corrupt.
     """
     check_unchanged("pack", earlier.plan.pack_uuid, find_pack(earlier.config).uuid)
-    _, known = read_model(earlier.folder / NETWORK_FILE)
+    _, metadata = read_model(earlier.folder / NETWORK_FILE)
     epochs = counted(earlier.plan.epochs, "epoch")
     say(f"The run {earlier.folder} is finished, {epochs}: a larger --epochs extends it")
-    reached = known.get("step", 0), known.get("epoch", 0), known.get("figures", {})
-    return TrainingResult(earlier.folder, Status.DONE, 0, *reached)
+    return TrainingResult(
+        earlier.folder,
+        Status.DONE,
+        step=metadata.get("step", 0),
+        epoch=metadata.get("epoch", 0),
+        figures=metadata.get("figures", {}),
+    )
 
 
 def describe_run(run: Run) -> None:
@@ -141,8 +148,8 @@ def describe_run(run: Run) -> None:
     run.recorder.write("run", **facts)
     for note in run.notes:
         run.recorder.note(note)
-    own = run.trainer.state().values()
-    run.control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
+    tensors = run.trainer.state().values()
+    run.control.saving = sum(tensor.nbytes for tensor in tensors) / SLOW_DISK
 
 
 @contextmanager
@@ -182,7 +189,8 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
     record. A launch that was preempted before its first step has lost nothing, and exits with 75
     like any other, unless that happened in the launch before too (`again`): then with 1.
     """
-    state, comm = run.progress, run.comm
+    state = run.progress
+    comm = run.comm
     save_checkpoint(run)
     on_root(comm, run.writer.wait)
     validates = "validation" in run.pack.splits and state.validated < state.step

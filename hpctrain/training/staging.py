@@ -36,9 +36,11 @@ def stage(folder: str, source: Split, samples: range, comm: Comm) -> Pack:
     if pack.external is not None:
         problem = f"--stage copies packs, and {pack.path} is not one: copy the file yourself"
         raise agreed(UsageError(problem))
-    host, size = comm_of_host(comm), pack.sizes[pack.path]
-    needed = allgather(host, samples)
-    samples = range(min(each.start for each in needed), max(each.stop for each in needed))
+    host = comm_of_host(comm)
+    size = pack.sizes[pack.path]
+    needed = allgather(host, (samples.start, samples.stop))
+    starts, stops = zip(*needed, strict=True)
+    samples = range(min(starts), max(stops))
     with on_all(comm):
         parts = parts_to_copy(source, samples)
     name = f"hpctrain-{pack.uuid}-{samples.start}-{samples.stop}.staged"
@@ -62,9 +64,12 @@ def stage(folder: str, source: Split, samples: range, comm: Comm) -> Pack:
         temporary = on_root(host, str, created)
         with on_all(comm):
             if temporary:
-                starts = ((part, at) for part in parts for at in range(0, len(part), PIECE))
-                own = islice(starts, host.rank, None, host.size)
-                copy(pack, temporary, (part[at : at + PIECE] for part, at in own))
+                pieces = (
+                    part[start : start + PIECE]
+                    for part in parts
+                    for start in range(0, len(part), PIECE)
+                )
+                copy(pack, temporary, islice(pieces, host.rank, None, host.size))
         with on_all(comm), writing(final):  # once all ranks have copied
             stack.close()
 

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,8 +98,8 @@ class Progress:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Progress:
         """Return the progress of which `to_json` returned what is `saved`, among other things."""
-        known = {name: saved[name] for name in cls().to_json()}
-        return cls(**{**known, "best": Reached(*saved["best"])})
+        fields = {name: saved[name] for name in cls().to_json()}
+        return cls(**{**fields, "best": Reached(*saved["best"])})
 
     def chain_figures(self, figures: Mapping[str, Any]) -> None:
         """Add figures to the hash chain."""
@@ -151,23 +151,13 @@ class Run:
         The state is that after the last recorded step; nothing is saved or validated before this.
         Raises the same RunError on all ranks, with the ranks and tensors that differ.
         """
-        state, comm = self.progress, self.comm
-        own = self.trainer.checksums()
-        if not is_equal_on_all(comm, own):
-            held = allgather(comm, own)
-            usual = max(held, key=held.count)
-            odd = [rank for rank, each in enumerate(held) if each != usual]
-            names = [n for n in usual if any(each.get(n) != usual[n] for each in held)]
-            who = f"rank{'s' * (len(odd) > 1)} {listed(odd, MOST_LISTED)} of {comm.size}"
-            held_others = f"{who} held other weights than rank {held.index(usual)}"
-            raise agreed(
-                RunError(
-                    f"after step {state.step} {held_others}: a fault of memory or GPU, or something"
-                    f" that changes the model outside the step; they differ in {listed(names, 3)}"
-                )
-            )
+        state = self.progress
+        checksums = self.trainer.checksums()
+        if not is_equal_on_all(self.comm, checksums):
+            difference = describe_difference(allgather(self.comm, checksums))
+            raise agreed(RunError(f"after step {state.step} {difference}"))
         if state.compared < state.step:
-            hashed = hashlib.sha256(repr(own).encode()).hexdigest()
+            hashed = hashlib.sha256(repr(checksums).encode()).hexdigest()
             self.recorder.write("digest", step=state.step, digest=hashed[:16])
             state.compared = state.step
 
@@ -177,6 +167,20 @@ class Run:
         self.loader.close()
         for split in self.splits.values():
             split.close()
+
+
+def describe_difference(by_rank: Sequence[Mapping[str, int]]) -> str:
+    """Return which ranks hold other checksums than most, and of which tensors."""
+    usual = max(by_rank, key=by_rank.count)
+    odd = [rank for rank, checksums in enumerate(by_rank) if checksums != usual]
+    names = [name for name in usual if any(by_rank[rank].get(name) != usual[name] for rank in odd)]
+    ranks = "rank" if len(odd) == 1 else "ranks"
+    who = f"{ranks} {listed(odd, MOST_LISTED)} of {len(by_rank)}"
+    return (
+        f"{who} held other weights than rank {by_rank.index(usual)}: a fault of memory or GPU, or"
+        " something that changes the model outside the step; they differ in"
+        f" {listed(names, 3)}"
+    )
 
 
 def read_on_all(comm: Comm, read: Callable[[], Tensors]) -> Tensors:

@@ -39,7 +39,8 @@ def validate(run: Run) -> None:
 
     The network with the smallest loss so far is written in the background.
     """
-    state, patience = run.progress, run.plan.patience
+    state = run.progress
+    patience = run.plan.patience
     run.compare_ranks()
     if (result := evaluation(run, "validation")) is None:
         return
@@ -84,7 +85,9 @@ def choose_network(run: Run) -> None:
 
     Raises CannotContinue if the file of the best one cannot be read.
     """
-    state, trainer, chosen = run.progress, run.trainer, run.progress.network
+    state = run.progress
+    trainer = run.trainer
+    chosen = state.network
     if run.config.final == "best" and state.best.step:
         path = best_file(run.folder, state.best.step)
         try:
@@ -111,7 +114,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
     Raises CannotContinue if samples cannot be read or are not finite.
     """
-    state, comm = run.progress, run.comm
+    state = run.progress
+    comm = run.comm
     start = running_time()
     began = time.perf_counter()
 
@@ -138,11 +142,11 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
         if state.ended != Status.STOPPED:
             state.ended = Status.PREEMPTED
         return None
-    step, epoch, known = state.network
+    network = state.network
     for name in run.task.tracked:
-        known[f"{split}_{name}"] = result.means[name]
+        network.figures[f"{split}_{name}"] = result.means[name]
     recorded = result.figures(without=run.task.unrecorded)
-    figures = {"epoch": epoch, "step": step, "split": split, **recorded}
+    figures = {"epoch": network.epoch, "step": network.step, "split": split, **recorded}
     state.chain_figures(figures)
     record = run.recorder.write("evaluation", **figures, seconds=seconds)
     if split == "validation":
@@ -168,7 +172,8 @@ def test(run: Run) -> dict[str, float | None]:
             continue
         if (result := evaluation(run, split)) is None:
             break
-        what = result, run.pack, run.folder / NETWORK_FILE, split
-        on_root(run.comm, write_evaluation, evaluation_file(run.folder, split), *what)
+        file = evaluation_file(run.folder, split)
+        network = run.folder / NETWORK_FILE
+        on_root(run.comm, write_evaluation, file, result, run.pack, network, split)
         tested[f"{split}_{ranked_by}"] = result.means[ranked_by]
     return tested

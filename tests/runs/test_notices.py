@@ -107,7 +107,7 @@ def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(settings):
 def test_the_first_ctrl_c_after_a_stop_file_is_not_the_second(tmp_path):
     (tmp_path / "STOP").touch()
     with Control(tmp_path) as control:
-        assert control.asked()
+        assert control.stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
