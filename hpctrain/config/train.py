@@ -138,7 +138,7 @@ class Config(OnRanks):
     stage: str | None = option("copy this host's part of the pack to this local folder first")
     verify: bool = option("compare each sample's checksum at its first read", True)
     task: TaskName = option(
-        ", or ".join(facts.does for facts in FACTS.values()), "classify", group="Network"
+        ", or ".join(facts.help for facts in FACTS.values()), "classify", group="Network"
     )
     noise: Literal["salt-pepper", "gaussian"] = option("noise to be removed", "salt-pepper")
     noise_level: float = option("share of salt-pepper values, std of gaussian noise", 0.1, "(0, 1]")

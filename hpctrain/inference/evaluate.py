@@ -28,7 +28,7 @@ from hpctrain.data.scale import Scale, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
-from hpctrain.inference.network import Inference, Source, find_model, require_split
+from hpctrain.inference.network import ImageSource, Inference, find_model, require_split
 from hpctrain.memory import keep_memory
 from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
@@ -91,7 +91,7 @@ class Evaluation:
     def mistakes(self) -> list[Answer]:
         """The wrong answers of the largest probability, largest first, if they were asked for."""
         tally = self._tally(Mistakes)
-        return tally.answers if tally else []
+        return tally.worst if tally else []
 
     def figures(self, without: Collection[str] = ()) -> dict[str, Any]:
         """Return the figures as they are recorded and written, but those `without`."""
@@ -153,77 +153,86 @@ def evaluate(
     for tally in tallies:
         figures = metrics if isinstance(tally, OwnFigures) else means
         figures.update(tally.figures())
-    return Evaluation(len(split), means, metrics, tallies, split.pack.classes)
+    return Evaluation(
+        rows=len(split),
+        means=means,
+        metrics=metrics,
+        tallies=tallies,
+        classes=split.pack.classes,
+    )
 
 
 # The subcommand
 
 
-def main(settings: EvaluateConfig, comm: Comm) -> int:
+def main(config: EvaluateConfig, comm: Comm) -> int:
     """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
     started("reading the network")
-    evaluate_saved(settings, comm, printed=True)
+    evaluate_saved(config, comm, printed=True)
     return 0
 
 
 @contextmanager
-def open_network(settings: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork]:
+def open_network(config: NetworkConfig, comm: Comm) -> Iterator[TrainedNetwork]:
     """Load the network that the settings name onto this rank's device. Collective.
 
     In the block, torch has the settings of its precision.
     """
     from hpctrain.inference.trained import TrainedNetwork  # imports Pillow
 
-    path = on_root(comm, find_model, settings.run, settings.runs_dir, settings.best)
+    path = on_root(comm, find_model, config.run, config.runs_dir, config.best)
     keep_memory()
     cores = share_cores(comm)
-    threads = settings.threads or cores.threads
+    threads = config.threads or cores.threads
     torch.set_num_threads(threads)  # launchers set 1 or all
     with on_all(comm):
         check_threads(threads)
-        device = choose_device(settings.device, mpi.comm_of_host(comm).rank)
-        network = TrainedNetwork(path, device, settings.trust_code)
+        device = choose_device(config.device, mpi.comm_of_host(comm).rank)
+        network = TrainedNetwork(path, device, config.trust_code)
     network.decoders = cores.decoding_threads(device.type)
     if code := source_files({"model": network.metadata["model"]}):
         mpi.check_equal_on_all(comm, code)
-    task, rows = network.inference.task, settings.batch_size or network.inference.rows
-    task = replace(task, precision=settings.precision or task.precision)
-    network.inference = network.inference._replace(task=task, rows=rows)
+    inference = network.inference
+    task = replace(inference.task, precision=config.precision or inference.task.precision)
+    rows = config.batch_size or inference.rows
+    network.inference = inference._replace(task=task, rows=rows)
     # With algorithms chosen by timing, the figures would depend on the ranks.
     smaller = explain_errors(RunError, "a smaller --batch-size needs less")
     with torch_flags(task.precision, benchmark=False), smaller:
         yield network
 
 
-def open_split(network: TrainedNetwork, settings: NetworkConfig, comm: Comm) -> Split:
+def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Split:
     """Open the split of --data, by default of the pack of training. Collective.
 
     Raises UsageError if there is none, or if the pack is not like the one of training.
     """
 
     def find_pack() -> Pack:
-        known = network.metadata
-        if not settings.data and not Path(known["pack"]).is_file():
-            what = f"the pack that {network.path} was trained on, {known['pack']},"
-            raise UsageError(f"{what} is gone: give --data")
-        path = find_pack_path(settings.data or known["pack"], settings.cache_dir)
-        pack = read_in_scale(path, known["external"], network.scale)
-        require_split(pack, settings.split)
-        for what, here, trained in (
+        metadata = network.metadata
+        if not config.data and not Path(metadata["pack"]).is_file():
+            raise UsageError(
+                f"the pack that {network.path} was trained on, {metadata['pack']}, is gone: give"
+                " --data"
+            )
+        path = find_pack_path(config.data or metadata["pack"], config.cache_dir)
+        pack = read_in_scale(path, metadata["external"], network.scale)
+        require_split(pack, config.split)
+        for name, value, trained in (
             ("images of shape", pack.image_shape, network.image_shape),
             ("classes", pack.classes, network.classes),
-            ("uuid", pack.uuid, pack.uuid if settings.data else known["pack_uuid"]),
+            ("uuid", pack.uuid, pack.uuid if config.data else metadata["pack_uuid"]),
         ):
-            if here != trained:
+            if value != trained:
                 raise UsageError(
                     f"{pack.path} is not the pack that {network.path} was trained on, nor like it:"
-                    f" {what} {brief(here)}, not {brief(trained)}; give --data"
+                    f" {name} {brief(value)}, not {brief(trained)}; give --data"
                 )
         return pack
 
     pack = on_root(comm, find_pack)
     with on_all(comm):
-        return Split(pack, settings.split, network.decoders)
+        return Split(pack, config.split, network.decoders)
 
 
 def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> Pack:
@@ -244,62 +253,71 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
         raise UsageError(f"{pack.path}: {error}") from None
     if pack.external is None:
         if divisor != stored.divisor:
-            bytes_of = f"{pack.path} is a pack, whose bytes are divided by 255"
-            raise UsageError(f"{bytes_of}, and the training was on {scale}: give an HDF5 file")
+            raise UsageError(
+                f"{pack.path} is a pack, whose bytes are divided by 255, and the training was on"
+                f" {scale}: give an HDF5 file"
+            )
         return pack
-    here = stored._replace(divisor=divisor)
-    if here.is_unlike(scale):
-        say(f"{pack.path} holds {here}; the training was on {scale}", sys.stderr)
+    divided = stored._replace(divisor=divisor)
+    if divided.is_unlike(scale):
+        say(f"{pack.path} holds {divided}; the training was on {scale}", sys.stderr)
     if divisor == stored.divisor:
         return pack
     return read_external(path, External(**pack.external)._replace(max_value=divisor))
 
 
-def evaluate_saved(settings: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:
+def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:
     """Evaluate a saved network, and write the files that the settings ask for. Collective.
 
     Tables are `printed` before, so that a full disk does not lose what was computed.
     """
-    with open_network(settings, comm) as network:
-        inference, path = network.inference, network.path
-        if settings.mistakes and not inference.task.has_mistakes:
-            text = (
-                f"--mistakes shows wrong classes, and this network {inference.task.facts.answers}"
+    with open_network(config, comm) as network:
+        task = network.inference.task
+        if config.mistakes and not task.has_mistakes:
+            raise agreed(
+                UsageError(f"--mistakes shows wrong classes, and this network {task.facts.use}")
             )
-            raise agreed(UsageError(text))
-        own = {n: getattr(settings, n) or network.metadata[n] for n in ("loss", "metric")}
-        with open_split(network, settings, comm) as split:
-            with on_all(comm):
-                untrusted = {name: own[name] for name in own if not getattr(settings, name)}
-                require_trust(untrusted, path, settings.trust_code)
-                of_user: Any = {name: import_own(own[name], f"--{name}") for name in own}
-            if code := source_files(own):
-                mpi.check_equal_on_all(comm, code)
-            task = replace(inference.task, **of_user)
-            inference = inference._replace(task=task)
-            result = evaluate(inference, split, comm, mistakes=settings.mistakes)
+        with open_split(network, config, comm) as split:
+            task = replace(task, **import_functions(network, config, comm))
+            inference = network.inference._replace(task=task)
+            result = evaluate(inference, split, comm, mistakes=config.mistakes)
             assert result is not None  # no block was skipped
 
             def write() -> None:
                 if printed:
-                    print_evaluation(result, task, settings.split)
-                if settings.mistakes:
-                    picture = picture_path(settings.output, path.with_name("mistakes.png"))
-                    draw_mistakes(picture, result, task, split)
-                if settings.output:
-                    output = Path(settings.output)
-                    write_evaluation(output, result, split.pack, path, settings.split)
+                    print_evaluation(result, task, config.split)
+                if config.mistakes:
+                    default = network.path.with_name("mistakes.png")
+                    draw_mistakes(picture_path(config.output, default), result, task, split)
+                if config.output:
+                    output = Path(config.output)
+                    write_evaluation(output, result, split.pack, network.path, config.split)
 
             on_root(comm, write)
     return result
 
 
+def import_functions(network: TrainedNetwork, config: EvaluateConfig, comm: Comm) -> dict[str, Any]:
+    """Import --loss and --metric, by default those of the network's file, by name. Collective."""
+    of_file = {
+        name: network.metadata[name] for name in ("loss", "metric") if not getattr(config, name)
+    }
+    named = {"loss": config.loss, "metric": config.metric, **of_file}
+    with on_all(comm):
+        require_trust(of_file, network.path, config.trust_code)
+        functions = {name: import_own(value, f"--{name}") for name, value in named.items()}
+    if code := source_files(named):
+        mpi.check_equal_on_all(comm, code)
+    return functions
+
+
 def print_evaluation(result: Evaluation, task: Task, split: str) -> None:
     """Print the tables and the figures of a split."""
-    tables = (table for tally in result.tallies for table in tally.tables())
-    own = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
-    text = f"{split}: {result.rows:,} images, {task.describe(result.means)}{own}"
-    results.print_evaluation(tables, text)
+    metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
+    results.print_evaluation(
+        (table for tally in result.tallies for table in tally.tables()),
+        f"{split}: {result.rows:,} images, {task.describe(result.means)}{metrics}",
+    )
 
 
 def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split) -> None:
@@ -313,7 +331,7 @@ def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split) -> N
     say("\n".join([*lines, last]))
 
 
-def draw_answers(path: Path, source: Source, captioned: Sequence[Captioned]) -> list[str]:
+def draw_answers(path: Path, source: ImageSource, captioned: Sequence[Captioned]) -> list[str]:
     """Write a picture of images of `source`, as they are stored, each above its caption.
 
     A caption is the image's name and the lines of its answer, of which the last two are red if it
@@ -336,8 +354,9 @@ def picture_path(output: str | None, default: Path) -> Path:
     if output in (None, "-"):
         return default
     path = Path(str(output))
-    is_table = path.suffix.lower() in (".csv", ".json")
-    return path.with_suffix(".png") if is_table else Path(f"{path}.png")
+    if path.suffix.lower() in (".csv", ".json"):
+        return path.with_suffix(".png")
+    return Path(f"{path}.png")
 
 
 def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, split: str) -> None:

@@ -71,14 +71,13 @@ def draw_images(scale: Scale, shape: tuple[int, ...], generator: torch.Generator
 
 
 @torch.no_grad()
-def main(settings: ExportConfig) -> int:
+def main(config: ExportConfig) -> int:
     """``hpctrain export``: write a network as ONNX or .pt2, after comparing it with torch."""
-    path = find_model(settings.run, settings.runs_dir, settings.best)
-    fixed = settings.batch_size
-    output = Path(settings.output) if settings.output else path.with_suffix(".onnx")
+    path = find_model(config.run, config.runs_dir, config.best)
+    fixed = config.batch_size
+    output = Path(config.output) if config.output else path.with_suffix(".onnx")
     check_output(output)
-    network = TrainedNetwork(path, torch.device("cpu"), settings.trust_code)
-    metadata = network.metadata
+    network = TrainedNetwork(path, torch.device("cpu"), config.trust_code)
     model = move_model(network.model, network.device, channels_last=False)
     shape = fixed or COMPARED, *network.image_shape
     images = draw_images(network.scale, shape, torch.Generator().manual_seed(0))
@@ -87,16 +86,16 @@ def main(settings: ExportConfig) -> int:
     logging.disable(logging.WARNING)  # of torch's exporter
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
+            metadata = {key: network.metadata[key] for key in KEPT}
+            metadata |= {"preprocess": config.preprocess, "output": network.inference.task.output}
             expected = network_output(model, inputs, "fp32")
-            if settings.preprocess:
+            if config.preprocess:
                 scaling = metadata["mean"] or [0.0], metadata["std"] or [1.0]
                 preprocess = Preprocess(scaling, network.scale.divisor, inputs.dtype)
                 model = nn.Sequential(preprocess, model)
                 inputs = images
-            facts = {key: metadata[key] for key in KEPT}
-            facts |= {"preprocess": settings.preprocess, "output": network.inference.task.output}
             model.eval().requires_grad_(False)
-            write_file(file, output.suffix, model, inputs[: fixed or 2], bool(fixed), facts)
+            write_file(file, output.suffix, model, inputs[: fixed or 2], bool(fixed), metadata)
             size = file.seek(0, os.SEEK_END)
             run = open_file(file, output.suffix)
             counts = {len(images), fixed or 1}
@@ -109,11 +108,12 @@ def main(settings: ExportConfig) -> int:
         raise RunError(f"this network cannot be exported: {cause}{hint}") from error
     finally:
         logging.disable(logging.NOTSET)
-    given = describe(inputs, fixed)
-    result = describe(expected, fixed)
-    say(f"{output}: {size / 1e6:,.1f} MB, {INPUT} {given} -> {facts['output']} {result}")
-    count = len(images)
-    say(f"  differs from torch by at most {difference:.2g} on {count} images of random values")
+    takes = f"{INPUT} {describe(inputs, fixed)}"
+    gives = f"{metadata['output']} {describe(expected, fixed)}"
+    say(f"{output}: {size / 1e6:,.1f} MB, {takes} -> {gives}")
+    say(
+        f"  differs from torch by at most {difference:.2g} on {len(images)} images of random values"
+    )
     return 0
 
 
@@ -132,8 +132,9 @@ def check_output(path: Path) -> None:
     packages = ("onnx", "onnxscript", "onnxruntime")
     missing = " ".join(name for name in packages if not importlib.util.find_spec(name))
     if path.suffix == ".onnx" and missing:
-        text = f"ONNX needs more packages: pip install {missing}; a .pt2 file needs none"
-        raise UsageError(f"{path}: {text}")
+        raise UsageError(
+            f"{path}: ONNX needs more packages: pip install {missing}; a .pt2 file needs none"
+        )
 
 
 def write_file(
@@ -142,13 +143,13 @@ def write_file(
     model: nn.Module,
     inputs: Tensor,
     fixed: bool,
-    facts: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> None:
-    """Write a file for inputs like `inputs`, of any batch size unless `fixed`, with the `facts`."""
+    """Write a file with `metadata` for inputs like `inputs`, of any batch size unless `fixed`."""
     varies = (None if fixed else {0: torch.export.Dim("batch_size", min=1)},)
     if suffix == ".pt2":
         program = torch.export.export(model, (inputs,), dynamic_shapes=varies)
-        torch.export.save(program, file, extra_files={METADATA: json.dumps(facts)})
+        torch.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
         return
     exported = torch.onnx.export(
         model,
@@ -156,12 +157,13 @@ def write_file(
         dynamo=True,
         verbose=False,
         input_names=[INPUT],
-        output_names=[facts["output"]],
+        output_names=[metadata["output"]],
         dynamic_shapes=varies,
     )
     assert exported is not None  # it is with dynamo
-    for name, value in facts.items():
-        exported.model.metadata_props[name] = value if isinstance(value, str) else json.dumps(value)
+    for name, value in metadata.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        exported.model.metadata_props[name] = text
     file.write(exported.model_proto.SerializeToString())
 
 
@@ -180,12 +182,12 @@ def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray]:
     return lambda images: np.asarray(session.run(None, {INPUT: images.numpy()})[0])
 
 
-def compare(run: Callable[[Tensor], np.ndarray], given: Tensor, expected: Tensor) -> float:
+def compare(run: Callable[[Tensor], np.ndarray], inputs: Tensor, expected: Tensor) -> float:
     """Return the largest difference of a file's output from `expected`. Raises RunError."""
-    output = run(given).astype(np.float64)
-    wanted = expected.double().numpy()
-    limit = TOLERANCE * max(1.0, np.abs(wanted).max())
-    largest = float(np.abs(output - wanted).max())  # NaN if one of them is
+    output = run(inputs).astype(np.float64)
+    of_torch = expected.double().numpy()
+    limit = TOLERANCE * max(1.0, np.abs(of_torch).max())
+    largest = float(np.abs(output - of_torch).max())  # NaN if one of them is
     if not largest <= limit:
         raise RunError(
             f"the file's output differs from the network's by {largest:.3g}, more than"

@@ -63,13 +63,15 @@ def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
             say(f"{path} has not ended: its best network so far", sys.stderr)
             return find.best_file(path, steps[-1])
         if path.exists():
-            text = "the run has not ended; its command continues it"
-            raise UsageError(f"{path} holds no {find.NETWORK_FILE}: {text}")
+            raise UsageError(
+                f"{path} holds no {find.NETWORK_FILE}: the run has not ended; its command"
+                " continues it"
+            )
     near = find.propose_run(target, runs_dir)
     raise UsageError(f"there is no run {target!r} in {runs_dir}, and no such file{near}")
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Images that can be read by row: a `Split`, or files and arrays of a user."""
 
     name: str
@@ -105,7 +107,7 @@ class Inference(NamedTuple):
         return -(-samples // self.rows)
 
     def answers(
-        self, source: Source, numbers: Iterable[int]
+        self, source: ImageSource, numbers: Iterable[int]
     ) -> Generator[tuple[Block, np.ndarray], None, None]:
         """Yield blocks with their usable rows only, and what the network answers to these.
 
@@ -117,20 +119,19 @@ class Inference(NamedTuple):
             outputs = network_output(self.model, inputs, self.task.precision)
             return {"answers": self.task.answers(outputs)}
 
-        for block, found in self.outputs(source, numbers, compute):
-            answers = found["answers"]
+        for block, computed in self.outputs(source, numbers, compute):
+            answers = computed["answers"]
             finite = np.isfinite(answers).reshape(len(answers), -1).all(axis=1)
             for row in block.rows[~finite].tolist():
                 name = source.source_of(row) or f"row {row}"
                 block.bad.setdefault(row, f"{name}: the network's answer is not finite")
             usable = ~np.isin(block.rows, list(block.bad))
-            targets = None if block.targets is None else block.targets[usable]
-            yield block._replace(rows=block.rows[usable], targets=targets), answers[usable]
+            yield block.of_rows(usable), answers[usable]
 
     @torch.no_grad()
     def outputs(
         self,
-        source: Source,
+        source: ImageSource,
         numbers: Iterable[int],
         compute: Callable[..., dict[Key, Tensor]],
         go_on: Callable[[], bool] = lambda: True,
@@ -147,7 +148,9 @@ class Inference(NamedTuple):
 
         def load(number: int) -> tuple[Block, tuple[Tensor, ...], Event]:
             rows = np.arange(number * self.rows, min(len(source), (number + 1) * self.rows))
-            images, bad, key = upload.buffer(len(rows)), Bad(), random_key("evaluation", number)
+            key = random_key("evaluation", number)
+            images = upload.buffer(len(rows))
+            bad = Bad()
             source.gather(rows, images, bad=bad)
             images[np.isin(rows, list(bad))] = 0
             stored = source.read_targets(rows, bad)
@@ -162,11 +165,11 @@ class Inference(NamedTuple):
             return Block(number, rows, stored, bad), tensors, upload.record_event()
 
         def computed(loaded: Prefetcher) -> Iterator[tuple[Block, dict[Key, Tensor]]]:
-            for block, tensors, made in loaded:
+            for block, tensors, ready in loaded:
                 doing(f"block {block.number} of {source.name}")
                 if not go_on():
                     return
-                upload.take(made, tensors)
+                upload.take(ready, tensors)
                 seed_torch(random_key("evaluation", block.number), device)
                 yield block, compute(*tensors)
 
@@ -181,6 +184,8 @@ class Inference(NamedTuple):
 
 def require_split(pack: Pack, split: str) -> None:
     """Raise UsageError unless the pack has samples in this split."""
-    if split not in pack.splits or not pack.splits[split].samples:
-        there = ", ".join(name for name, info in pack.splits.items() if info.samples)
-        raise UsageError(f"{pack.path} has no images in the split {split!r}, only in {there}")
+    splits = [name for name, info in pack.splits.items() if info.samples]
+    if split not in splits:
+        raise UsageError(
+            f"{pack.path} has no images in the split {split!r}, only in {', '.join(splits)}"
+        )

@@ -12,7 +12,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -39,47 +39,49 @@ from hpctrain.text import MOST_NAMED, listed, printable, say
 from hpctrain.watchdog import started, waiting
 
 
-def main(settings: PredictConfig, comm: Comm) -> int:
+def main(config: PredictConfig, comm: Comm) -> int:
     """``hpctrain predict``: classify, or restore, every image. Collective."""
     started("reading the network")
-    with open_network(settings, comm) as network:
+    with open_network(config, comm) as network:
         task = network.inference.task
-        if task.gives_images and (settings.figure or not settings.images):
-            text = f"this network {task.facts.answers}: name image files, and leave out --figure"
-            raise agreed(UsageError(text))
-        if settings.images:
+        if task.gives_images and (config.figure or not config.images):
+            raise agreed(
+                UsageError(
+                    f"this network {task.facts.use}: name image files, and leave out --figure"
+                )
+            )
+        if config.images:
             warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-            files = on_root(comm, list_images, settings.images)
+            files = on_root(comm, list_images, config.images)
             images = Images(network, files, network.decoders)
             write_answers = write_images if task.gives_images else write_table
-            write_answers(network, images, settings, comm)
+            write_answers(network, images, config, comm)
         else:
-            with open_split(network, settings, comm) as split:
-                write_table(network, split, settings, comm)
+            with open_split(network, config, comm) as split:
+                write_table(network, split, config, comm)
     return 0
 
 
 def write_table(
-    network: TrainedNetwork, source: Split | Images, settings: PredictConfig, comm: Comm
+    network: TrainedNetwork, source: Split | Images, config: PredictConfig, comm: Comm
 ) -> None:
     """Write the answers to all images as CSV, and draw --figure of them at random. Collective."""
     inference = network.inference
     task = inference.task
-    output = settings.output
+    output = config.output
     total = len(source)
     blocks = inference.blocks(total)
-    drawn = random.Random(0).sample(range(total), min(settings.figure, total))
+    drawn = random.Random(0).sample(range(total), min(config.figure, total))
     bad = Bad()
     captions = list[Captioned]()
-    columns: dict[str, Callable[[int], str]] = {"file": source.source_of}
+    names: dict[str, Callable[[int], str]] = {"file": source.source_of}  # columns of an image
+    target: list[str] = []
     if isinstance(source, Split):
-        columns = {"row": str}
+        names = {"row": str}
         if source.source_of(0):
-            columns["source"] = source.source_of
-    header = [*columns]
-    if isinstance(source, Split):
-        header.append(task.target_column)
-    header += task.columns()
+            names["source"] = source.source_of
+        target = [task.target_column]
+    header = [*names, *target, *task.columns()]
     mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
     with ExitStack() as table, closing(inference.answers(source, mine)) as predicted:
         with on_all(comm):
@@ -92,10 +94,7 @@ def write_table(
                 gathered = comm.gather(part)
             with on_all(comm):
                 for block, answers in filter(None, gathered or ()):
-                    names = [
-                        [text(row) for text in columns.values()] for row in block.rows.tolist()
-                    ]
-                    write(table_rows(task, block, names, answers))
+                    write(table_rows(task, block, names.values(), answers))
                     captions += task.captions(block, answers, np.isin(block.rows, drawn))
                     bad |= block.bad
         if isinstance(source, Images):
@@ -107,20 +106,23 @@ def write_table(
             if captions:
                 picture = picture_path(output, Path("predictions.png"))
                 draw_answers(picture, source, captions)
-                text = f"{picture}: {len(captions):,} images with their answers"
-                say(text, sys.stderr if output == "-" else None)
-    where = "what is printed" if output == "-" else output
-    rest = f"; {where} holds the answers to the others"
-    on_root(comm, conclude, settings, bad, total, rest)
+                say(
+                    f"{picture}: {len(captions):,} images with their answers",
+                    sys.stderr if output == "-" else None,
+                )
+    place = "what is printed" if output == "-" else output
+    on_root(comm, conclude, config, bad, total, f"{place} holds the answers to the others")
 
 
 def table_rows(
-    task: Task, block: Block, names: list[list[str]], answers: np.ndarray
+    task: Task, block: Block, names: Collection[Callable[[int], str]], answers: np.ndarray
 ) -> Iterator[list[str]]:
-    """Yield a row for each image of a block: its name, its target if it is known, its answer."""
-    for number, (name, answer) in enumerate(zip(names, answers, strict=True)):
-        target = [] if block.targets is None else [task.target_text(block.targets[number])]
-        yield [*name, *target, *task.cells(answer)]
+    """Yield a row for each image of a block: its `names`, its target if it is known, its answer."""
+    for number, row in enumerate(block.rows.tolist()):
+        cells = [name(row) for name in names]
+        if block.targets is not None:
+            cells.append(task.target_text(block.targets[number]))
+        yield [*cells, *task.cells(answers[number])]
 
 
 def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
@@ -130,19 +132,19 @@ def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
     if comm.rank == 0:
         say_range(images, scale, min(lows), max(highs))
     if losses and comm.rank == 0:
-        counts = ", ".join(f"{count:,} {what}" for what, count in losses.items())
+        counts = ", ".join(f"{count:,} {loss}" for loss, count in losses.items())
         say(f"of {len(images):,} images: {counts}", sys.stderr)
 
 
 def write_images(
-    network: TrainedNetwork, images: Images, settings: PredictConfig, comm: Comm
+    network: TrainedNetwork, images: Images, config: PredictConfig, comm: Comm
 ) -> None:
     """Restore every image with the network, and write PNG files to --output. Collective.
 
     They have the names of the images, all behind their numbers if two are the same, and values as
     the training had them if these are 8 bits, or gray 16 bits; else 255 is 1.0.
     """
-    folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
+    folder = Path("restored" if config.output == PredictConfig.output else config.output)
     stems = [Path(file).stem for file in images.names]
     if len({*stems}) < len(stems):
         stems = [f"{number:06}-{stem}" for number, stem in enumerate(stems)]
@@ -161,13 +163,13 @@ def write_images(
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
         say(f"{folder}: {len(names) - len(bad):,} images restored{png_note(network)}")
-    on_root(comm, conclude, settings, bad, len(names), f"; {folder} holds the others")
+    on_root(comm, conclude, config, bad, len(names), f"{folder} holds the others")
 
 
-def conclude(settings: PredictConfig, bad: Mapping[int, str], total: int, rest: str) -> None:
+def conclude(config: PredictConfig, bad: Mapping[int, str], total: int, hint: str) -> None:
     """Raise RunError for unusable images, of `total`; with --skip-bad name them, unless all are."""
-    if not settings.skip_bad or len(bad) == total:
-        refuse_unusable(bad, total, rest)
+    if not config.skip_bad or len(bad) == total:
+        refuse_unusable(bad, total, f"; {hint}")
     elif bad:
         texts = [printable(bad[row], newlines=False) for row in sorted(bad)]
         reasons = listed(texts, MOST_NAMED, "; ")

@@ -92,10 +92,10 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
     if metadata["evaluation_rows"] < 1:
         raise ValueError(f"evaluation_rows is {metadata['evaluation_rows']}")
     _, _, channels = metadata["image_shape"]
-    sizes = {"mean": channels, "std": channels, "class_weights": len(metadata["classes"])}
-    for name, size in sizes.items():
-        if metadata[name] and len(metadata[name]) != size:
-            raise ValueError(f"{name} has {len(metadata[name])} values, not {size}")
+    lengths = {"mean": channels, "std": channels, "class_weights": len(metadata["classes"])}
+    for name, length in lengths.items():
+        if metadata[name] and len(metadata[name]) != length:
+            raise ValueError(f"{name} has {len(metadata[name])} values, not {length}")
     if bool(metadata["mean"]) != bool(metadata["std"]):
         raise ValueError("there is a mean without std, or std without mean")
 
@@ -126,7 +126,6 @@ class TrainedNetwork:
             ) from error
         load_weights(model, state, path)
         channels_last = metadata["channels_last"]
-        scaling = metadata["mean"] and (metadata["mean"], metadata["std"])
         self.path = path
         self.device = device
         self._trust_code = trust_code
@@ -139,13 +138,23 @@ class TrainedNetwork:
         self.decoders: int | None = None  # threads that decode files; None: as `Split` does
         like = input_like(model)
         task = make_task(metadata, classes, like)
-        pipeline = Pipeline(device, like.dtype, channels_last, scaling, stage=task.stage)
-        self.inference = Inference(model, task, pipeline, metadata["evaluation_rows"])
+        self.inference = Inference(
+            model=model,
+            task=task,
+            pipeline=Pipeline(
+                device=device,
+                dtype=like.dtype,
+                channels_last=channels_last,
+                scaling=metadata["mean"] and (metadata["mean"], metadata["std"]),
+                stage=task.stage,
+            ),
+            rows=metadata["evaluation_rows"],
+        )
 
     def __repr__(self) -> str:
         height, width, channels = self.image_shape
-        what = f"{self.metadata['model']}, images {width}x{height}x{channels}"
-        return f"<TrainedNetwork {self.path}: {what}, {len(self.classes)} classes, {self.device}>"
+        model = f"{self.metadata['model']}, images {width}x{height}x{channels}"
+        return f"<TrainedNetwork {self.path}: {model}, {len(self.classes)} classes, {self.device}>"
 
     @cached_property
     def config(self) -> Config | None:
@@ -190,8 +199,7 @@ class TrainedNetwork:
         """
         task = self.inference.task
         if task.gives_images:
-            text = f"this network {task.facts.answers}: call model(preprocess(images))"
-            raise UsageError(text)
+            raise UsageError(f"this network {task.facts.use}: call model(preprocess(images))")
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size {batch_size}: give 1 or more")
         opened = open_images(self, images)
@@ -199,19 +207,19 @@ class TrainedNetwork:
         smaller = explain_errors(RunError, "a smaller batch_size needs less")
         with torch_flags(inference.task.precision, benchmark=False), smaller:
             blocks = range(inference.blocks(len(opened)))
-            answers = list(inference.answers(opened, blocks))
+            answered = list(inference.answers(opened, blocks))
         bad = Bad()
-        for block, _ in answers:
+        for block, _ in answered:
             bad |= block.bad
         if not skip_bad:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
         say_range(opened, self.scale, *opened.limits)
-        rows = np.array([row for block, _ in answers for row in block.rows], np.int64)
+        rows = np.array([row for block, _ in answered for row in block.rows], np.int64)
         column = {"row": rows}
         if opened.are_files:
             column = {"file": np.array([opened.names[row] for row in rows], str)}
         none = np.empty((0, task.outputs(len(self.classes))), np.float32)
-        numbers = np.concatenate([none, *(part for _, part in answers)])
+        numbers = np.concatenate([none, *(answers for _, answers in answered)])
         unusable = {opened.names[row]: bad[row] for row in sorted(bad)}
         return Predictions(column | task.table(numbers), numbers, unusable)
 
@@ -257,16 +265,23 @@ class Images:
         type than uint8 are stored values, which the pipeline divides by `divisor`.
         """
         self._threads = threads
-        height, width, channels = self.image_shape = network.image_shape
+        self.image_shape = network.image_shape
+        height, width, channels = self.image_shape
         provenance = network.metadata["provenance"]
-        crop = provenance.get("fit") == "crop"
-        background = provenance.get("background", "white")
-        self._given = images
+        self._images = images
         self._scale = network.scale
-        self._fit = Fit(width, height, channels, crop, background)
+        self._fit = Fit(
+            width=width,
+            height=height,
+            channels=channels,
+            crop=provenance.get("fit") == "crop",
+            background=provenance.get("background", "white"),
+        )
         if channels not in PICTURE_CHANNELS and any(isinstance(x, PICTURES) for x in images):
-            takes = f"the network takes images of {channels} channels"
-            raise UsageError(f"{takes}, and pictures have 1 or 3: give arrays to hp.load")
+            raise UsageError(
+                f"the network takes images of {channels} channels, and pictures have 1 or 3: give"
+                " arrays to hp.load"
+            )
         self.dtype: np.dtype = getattr(next(iter(images), None), "dtype", np.dtype(np.uint8))
         self.divisor = divisor  # 1 also for images that are divided when they are read
         if self.dtype == np.uint8:
@@ -278,14 +293,15 @@ class Images:
         self._kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
         self._lows = np.zeros(len(images), np.float32)  # smallest values, in the network's scale
         self._highs = np.zeros(len(images), np.float32)
-        packed = provenance.get("changed", {})  # by `pack`, which has compared their values
-        self._had_16_bits = Change.SIXTEEN_BITS.name.lower() in packed
+        self._had_16_bits = (  # in `pack`, which has compared their values
+            Change.SIXTEEN_BITS.name.lower() in provenance.get("changed", {})
+        )
         self.names = [f"image {number}" for number in range(len(images))]
         if self.are_files:
             self.names = list(map(str, images))
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._images)
 
     def source_of(self, index: int) -> str:
         """Return the name of the file, or the number of the image."""
@@ -313,7 +329,7 @@ class Images:
 
         def read(image: np.ndarray, row: int) -> None:
             try:
-                values, changes = self._read(self._given[row])
+                values, changes = self._read(self._images[row])
             except (BadImage, OSError) as error:
                 bad[row] = f"{self.names[row]} cannot be read as an image: {error}"
             except UsageError as error:
@@ -331,26 +347,24 @@ class Images:
         with decode_threads(self._threads) as threads:
             list(threads.map(read, out, indices.tolist()))
 
-    def _read(self, given: Any) -> tuple[np.ndarray, Changes]:
+    def _read(self, image: Path | Image.Image | np.ndarray) -> tuple[np.ndarray, Changes]:
         """Return an image (H, W, C) and what was changed in it: an array of stored values as it is,
         bytes for a network of bytes, and others in the network's scale.
 
         Raises BadImage, OSError, and UsageError if its scale cannot be known.
         """
-        if isinstance(given, Path):
-            given = read_file(os.fspath(given))
-        elif isinstance(given, np.ndarray) and given.dtype != np.uint8:
-            return given, Changes()
-        elif isinstance(given, np.ndarray) and given.shape != self.image_shape:
-            given = Image.fromarray(given[..., 0] if given.shape[2] == 1 else given)
-        changes = Changes()
-        if isinstance(given, np.ndarray):
-            values = given
-        elif self._scale.is_bytes:
-            pixels, changes = decode(given, self._fit)
+        if isinstance(image, np.ndarray):
+            if image.dtype != np.uint8:
+                return image, Changes()
+            if image.shape == self.image_shape:
+                return self._scale.apply(image), Changes()
+            image = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
+        source = read_file(os.fspath(image)) if isinstance(image, Path) else image
+        if self._scale.is_bytes:
+            pixels, changes = decode(source, self._fit)
             values = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
         else:
-            values, changes = decode_values(given, self._fit, self._scale.is_full)
+            values, changes = decode_values(source, self._fit, self._scale.is_full)
         if changes.kinds & Change.SIXTEEN_BITS:
             self._check_16_bits(changes)
         return self._scale.apply(values), changes
@@ -358,24 +372,26 @@ class Images:
     def _check_16_bits(self, changes: Changes) -> None:
         """Raise UsageError for an image that was reduced to 8 bits if too little of it is left."""
         if not self._scale.is_bytes:
-            text = "its channels have 16 bits, and Pillow reads the upper 8 of several channels"
-            raise UsageError(f"{text}: give an array")
+            raise UsageError(
+                "its channels have 16 bits, and Pillow reads the upper 8 of several channels: give"
+                " an array"
+            )
         few = few_gray_levels(changes.largest)
         if few and changes.largest > 0 and not self._had_16_bits:
             raise UsageError(f"its largest value is {few}: give images of 8 bits")
 
 
-def open_images(network: TrainedNetwork, given: Any) -> Images:
-    """Return images `given` as to `TrainedNetwork.preprocess`. Raises UsageError."""
-    if isinstance(given, str | os.PathLike | Image.Image):
-        given = [given]
-    elif hasattr(given, "__array__"):  # also of torch and pandas
-        array = to_numpy(given)
-        given = array if is_batch(array, network.image_shape) else [array]
+def open_images(network: TrainedNetwork, images: Any) -> Images:
+    """Return `images`, which are given as to `TrainedNetwork.preprocess`. Raises UsageError."""
+    if isinstance(images, str | os.PathLike | Image.Image):
+        images = [images]
+    elif hasattr(images, "__array__"):  # also of torch and pandas
+        array = to_numpy(images)
+        images = array if is_batch(array, network.image_shape) else [array]
     try:
-        images = list(given)
+        images = list(images)
     except TypeError:
-        raise UsageError(f"{brief(given)} is no image, and no list of images") from None
+        raise UsageError(f"{brief(images)} is no image, and no list of images") from None
     are_files = [isinstance(image, str | os.PathLike) for image in images]
     if any(are_files):
         if not all(are_files):
@@ -404,22 +420,22 @@ def is_batch(array: np.ndarray, image_shape: tuple[int, int, int]) -> bool:
     return array.shape[2] not in (1, 3, 4) and not array.shape[0] == channels == 3
 
 
-def to_numpy(given: Any) -> np.ndarray:
+def to_numpy(images: Any) -> np.ndarray:
     """Return an array of NumPy. Raises UsageError."""
-    if isinstance(given, np.ma.MaskedArray):
+    if isinstance(images, np.ma.MaskedArray):
         raise UsageError("a masked array: fill the masked values, as in images.filled(0)")
     try:
-        return np.asarray(given)
+        return np.asarray(images)
     except Exception as error:  # of many types: of torch, for tensors that are not on the CPU
         raise UsageError(f"images that are no array of NumPy: {first_line(error)}") from None
 
 
-def as_array(network: TrainedNetwork, given: Any) -> np.ndarray:
+def as_array(network: TrainedNetwork, image: Any) -> np.ndarray:
     """Return (H, W, C): uint8 of any size, or stored values or floats of the network's size.
 
     Raises UsageError.
     """
-    array = to_numpy(given)
+    array = to_numpy(image)
     scale = network.scale
     shape = network.image_shape
     if array.ndim == 2 and array.shape[1] == math.prod(shape) and array.shape != shape[:2]:
@@ -477,15 +493,18 @@ def _begins_as_archive(path: Path) -> bool:
 
 def say_range(images: Images, scale: Scale, low: float, high: float) -> None:
     """Print a line if images with values from `low` to `high` are unlike those of a training."""
-    here = scale._replace(low=low, high=high)
-    if here.reach and here.is_unlike(scale):
-        values = f"{counted(len(images), 'image')} with values from {low:g} to {high:g}"
-        say(f"{values}; the training was on {scale}", sys.stderr)
+    seen = scale._replace(low=low, high=high)
+    if seen.reach and seen.is_unlike(scale):
+        say(
+            f"{counted(len(images), 'image')} with values from {low:g} to {high:g}; the training"
+            f" was on {scale}",
+            sys.stderr,
+        )
 
 
-def refuse_unusable(bad: Mapping[int, str], total: int, rest: str = "") -> None:
-    """Raise RunError if images, of `total`, are unusable; its first line ends with `rest`."""
+def refuse_unusable(bad: Mapping[int, str], total: int, ending: str = "") -> None:
+    """Raise RunError if images, of `total`, are unusable; its first line ends with `ending`."""
     if bad:
         texts = [printable(bad[row], newlines=False) for row in sorted(bad)]
         reasons = listed(texts, MOST_NAMED, "\n  ")
-        raise RunError(f"{len(bad):,} of {total:,} images cannot be used{rest}\n  {reasons}")
+        raise RunError(f"{len(bad):,} of {total:,} images cannot be used{ending}\n  {reasons}")

@@ -118,7 +118,7 @@ class Classify(Task):
 
     def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
         tally = next(tally for tally in tallies if isinstance(tally, Mistakes))
-        return [*map(self.caption, tally.answers)], tally.total
+        return [*map(self.caption, tally.worst)], tally.total
 
     def describe(self, figures: Mapping[str, Any]) -> str:
         names = ("loss", "unweighted_loss", "accuracy", "balanced_accuracy")

@@ -19,8 +19,8 @@ NO_CLASSES = "its loss knows no classes"
 class TaskFacts(NamedTuple):
     """Defaults and figures of a task; its name is that of its module."""
 
-    does: str  # what is learned, for the help
-    answers: str  # what a network gives, for an error where another kind is needed
+    help: str  # what is learned
+    use: str  # what a network does, for an error where another kind is needed
     figures: dict[str, Direction]  # of records; runs are ranked by the first one
     loss: str  # its name
     model: str = ""  # of --model auto; "" = by the size of the images
@@ -34,14 +34,14 @@ class TaskFacts(NamedTuple):
 
 FACTS: dict[str, TaskFacts] = {
     "classify": TaskFacts(
-        does="learn the class of an image",
-        answers="classifies images",
+        help="learn the class of an image",
+        use="classifies images",
         figures={"accuracy": "max", "loss": "min"},
         loss="cross-entropy",
     ),
     "denoise": TaskFacts(
-        does="to remove noise",
-        answers="restores images",
+        help="to remove noise",
+        use="restores images",
         figures={"loss": "min"},
         loss="mean squared error",
         model="autoencoder",

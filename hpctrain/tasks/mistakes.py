@@ -40,8 +40,8 @@ class Mistakes(Tally):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.answers: list[Answer] = []
-        self.total = 0  # wrong answers, of which `answers` are the most confident
+        self.worst: list[Answer] = []
+        self.total = 0  # wrong answers, of which `worst` are the most confident
 
     def measure(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         predicted = outputs.argmax(1)
@@ -56,13 +56,13 @@ class Mistakes(Tally):
     def merge(self, comm: Comm) -> None:
         from hpctrain.parallel.mpi import allgather
 
-        parts = allgather(comm, (self.total, self.answers))
+        parts = allgather(comm, (self.total, self.worst))
         self.total = sum(total for total, _ in parts)
-        self.answers = []
+        self.worst = []
         self._keep([answer for _, answers in parts for answer in answers])
 
     def _keep(self, answers: list[Answer]) -> None:
         def order(answer: Answer) -> tuple[float, int]:
             return -answer.probability, answer.row
 
-        self.answers = heapq.nsmallest(self._most, [*self.answers, *answers], key=order)
+        self.worst = heapq.nsmallest(self._most, [*self.worst, *answers], key=order)

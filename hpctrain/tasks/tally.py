@@ -39,6 +39,11 @@ class Block(NamedTuple):
     targets: np.ndarray | None  # (n, ...), as they are stored; None: not known
     bad: Bad  # rows that cannot be used, and why
 
+    def of_rows(self, chosen: np.ndarray) -> Block:
+        """Return the block with the `chosen` rows only, (n,) bool."""
+        targets = None if self.targets is None else self.targets[chosen]
+        return self._replace(rows=self.rows[chosen], targets=targets)
+
 
 class Tally(ABC):
     """Something that is accumulated over the blocks of an evaluation."""
