@@ -35,7 +35,7 @@ class Classify(Task):
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **own: Any
+        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
         weights = settings["class_weights"]
         is_balanced = weights or settings.get("balanced_sampling")
@@ -44,7 +44,7 @@ class Classify(Task):
             label_smoothing=settings.get("label_smoothing", 0.0),
             class_weights=like.new_tensor(weights) if weights else None,
             unrecorded=() if is_balanced else ("balanced_accuracy",),
-            **own,
+            **fields,
         )
 
     @classmethod
@@ -54,21 +54,24 @@ class Classify(Task):
         "balanced" stands for n / (K n_c) as in scikit-learn, with n_c of n training samples in
         class c of K.
         """
-        given = settings["class_weights"]
-        if given is None:
+        weights = settings["class_weights"]
+        if weights is None:
             return ()
         classes = train.pack.classes
-        setting = f"--class-weights {brief(given)}"
-        if not given:  # balanced
+        setting = f"--class-weights {brief(weights)}"
+        if not weights:  # balanced
             counts = train.count_classes()
             if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-                none = f"no training image is of class {listed(empty, 3)}"
-                raise UsageError(f"{setting}: {none}; give a number for each class")
+                raise UsageError(
+                    f"{setting}: no training image is of class {listed(empty, 3)}; give a number"
+                    " for each class"
+                )
             return tuple((counts.sum() / (len(classes) * counts)).tolist())
-        if len(given) != len(classes):
-            has = f"{len(given)} weights for {len(classes)} classes, {listed(classes)}"
-            raise UsageError(f"{setting}: {has}")
-        return tuple(given)
+        if len(weights) != len(classes):
+            raise UsageError(
+                f"{setting}: {len(weights)} weights for {len(classes)} classes, {listed(classes)}"
+            )
+        return tuple(weights)
 
     @property
     def is_weighted(self) -> bool:
@@ -85,9 +88,12 @@ class Classify(Task):
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss:
             return super().loss_sum(outputs, targets)
-        weights, smoothing = self.class_weights, self.label_smoothing
         return F.cross_entropy(
-            outputs, targets, weights, reduction="sum", label_smoothing=smoothing
+            outputs,
+            targets,
+            self.class_weights,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
 
     def named_sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -100,17 +106,20 @@ class Classify(Task):
 
     def figure_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the sums of the loss without label smoothing, weighted and not."""
-        own = self.own_losses(outputs, targets)
-        loss = F.cross_entropy(outputs, targets, reduction="sum") if own is None else own.sum()
-        unweighted = two_sums(loss, len(targets))
+        losses = self.own_losses(outputs, targets)
+        if losses is None:
+            unweighted = F.cross_entropy(outputs, targets, reduction="sum")
+        else:
+            unweighted = losses.sum()
+        sums = {"loss": two_sums(unweighted, len(targets))}
         weights = self.weights(targets)
         if weights is None:
-            return {"loss": unweighted}
-        if own is None:
-            loss = F.cross_entropy(outputs, targets, self.class_weights, reduction="sum")
+            return sums
+        if losses is None:
+            weighted = F.cross_entropy(outputs, targets, self.class_weights, reduction="sum")
         else:
-            loss = (own * weights).sum()
-        return {"loss": two_sums(loss, weights.sum()), "unweighted_loss": unweighted}
+            weighted = (losses * weights).sum()
+        return {"loss": two_sums(weighted, weights.sum()), "unweighted_loss": sums["loss"]}
 
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         tallies = [*super().tallies(), Confusion(self.classes)]
@@ -122,8 +131,9 @@ class Classify(Task):
 
     def describe(self, figures: Mapping[str, Any]) -> str:
         names = ("loss", "unweighted_loss", "accuracy", "balanced_accuracy")
-        given = [name for name in names if name in figures]
-        return ", ".join(f"{name.replace('_', ' ')} {figures[name]:.4f}" for name in given)
+        return ", ".join(
+            f"{name.replace('_', ' ')} {figures[name]:.4f}" for name in names if name in figures
+        )
 
     # Answering
 

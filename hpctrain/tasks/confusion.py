@@ -87,9 +87,13 @@ class Confusion(Tally):
         for name in ("images", "recall", "precision", "F1"):
             table.add_column(name, justify="right")
         for name, (true, predicted, right) in zip(self._classes, self.by_class().T, strict=True):
-            shares = (right, true), (right, predicted), (2 * right, true + predicted)
-            ratios = [f"{part / whole:.4f}" if whole else "-" for part, whole in shares]
-            table.add_row(name, f"{true:,}", *ratios)
+            table.add_row(
+                name,
+                f"{true:,}",
+                quotient(right, true),
+                quotient(right, predicted),
+                quotient(2 * right, true + predicted),
+            )
         yield table
         if self.matrix is None:
             return
@@ -122,3 +126,8 @@ class Confusion(Tally):
             if wrong[i, j]:
                 table.add_row(classes[i], classes[j], f"{wrong[i, j]:,}")
         return table
+
+
+def quotient(part: int, total: int) -> str:
+    """Return a quotient as the cell of a table."""
+    return f"{part / total:.4f}" if total else "-"

@@ -30,19 +30,24 @@ class Denoise(Task):
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **own: Any
+        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
-        unrecorded = () if settings.get("balanced_sampling") else ("balanced_accuracy",)
-        noise = settings["noise"]
-        return cls(noise=noise, level=settings["noise_level"], unrecorded=unrecorded, **own)
+        return cls(
+            noise=settings["noise"],
+            level=settings["noise_level"],
+            unrecorded=() if settings.get("balanced_sampling") else ("balanced_accuracy",),
+            **fields,
+        )
 
     @classmethod
     def check_data(cls, pack: Pack) -> None:
         low = pack.scale.low / pack.scale.divisor
         high = pack.scale.high / pack.scale.divisor
         if not 0 <= low <= high <= 1:
-            text = f"restores images in [0, 1], and {pack.path} holds {pack.scale}"
-            raise UsageError(f"--task denoise {text}: give another --max-value")
+            raise UsageError(
+                f"--task denoise restores images in [0, 1], and {pack.path} holds {pack.scale}:"
+                " give another --max-value"
+            )
 
     @classmethod
     def output_shape(cls, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:

@@ -26,64 +26,81 @@ def import_own(name: str | None, flag: str) -> Imported | None:
     """Import the function of the user's own that a setting names, if any. Raises UsageError."""
     if name is None:
         return None
-    own = import_function(name, flag)
+    function = import_function(name, flag)
     arguments = ("images", "generator") if flag == "--augment" else ("outputs", "targets")
-    own.check_arguments(f"function({', '.join(arguments)})", *arguments)
-    return own
+    function.check_arguments(f"function({', '.join(arguments)})", *arguments)
+    return function
 
 
-def compute_losses(own: Imported, outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_losses(function: Imported, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the losses (n,) of samples."""
-    return _per_sample(own(outputs, targets), len(outputs), own.setting)
+    return _per_sample(function(outputs, targets), len(outputs), function.setting)
 
 
-def compute_metric(own: Imported, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def losses_by_name(function: Imported, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Return the losses (n,) of samples, for `check_values`."""
+    return {"": compute_losses(function, outputs, targets)}
+
+
+def compute_metric(function: Imported, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Return the metric's figures of n samples: values and weights, (2, n) float64, by name."""
-    n, found, figures = len(outputs), own(outputs, targets), {}
-    if not isinstance(found, Mapping):
-        found = {own.setting.rpartition(":")[2]: found}
-    for name, value in found.items():
+    n = len(outputs)
+    named = function(outputs, targets)
+    if not isinstance(named, Mapping):
+        named = {function.setting.rpartition(":")[2]: named}
+    figures = {}
+    for name, value in named.items():
         if not isinstance(name, str) or not name.isprintable() or name in RESERVED:
-            raise UsageError(f"{own.setting} named a figure {name!r}: give it another name")
-        is_pair = isinstance(value, tuple) and len(value) == 2
-        both = value if is_pair else (value, torch.ones(n, device=outputs.device))
-        parts = [_per_sample(part, n, f"{own.setting}: {name}").double() for part in both]
-        figures[name] = torch.stack(parts)
+            raise UsageError(f"{function.setting} named a figure {name!r}: give it another name")
+        values_and_weights = (value, torch.ones(n, device=outputs.device))
+        if isinstance(value, tuple) and len(value) == 2:
+            values_and_weights = value
+        source = f"{function.setting}: {name}"
+        figures[name] = torch.stack(
+            [_per_sample(result, n, source).double() for result in values_and_weights]
+        )
     if not figures:
-        raise UsageError(f"{own.setting} gave no figure")
+        raise UsageError(f"{function.setting} gave no figure")
     return figures
 
 
-def _per_sample(found: Any, n: int, what: str) -> Tensor:
-    """Return what a function has `found` for n samples. Raises UsageError if that is not (n,)."""
-    is_tensor = isinstance(found, Tensor)
-    if is_tensor and found.shape == (n,):
-        return found
-    got = f"a tensor of shape {tuple(found.shape)}" if is_tensor else type(found).__name__
+def _per_sample(result: Any, n: int, source: str) -> Tensor:
+    """Return the result of a function for n samples. Raises UsageError if it is not (n,)."""
+    if isinstance(result, Tensor) and result.shape == (n,):
+        return result
+    kind = type(result).__name__
+    if isinstance(result, Tensor):
+        kind = f"a tensor of shape {tuple(result.shape)}"
+    samples = "sample" if n == 1 else "samples"
     raise UsageError(
-        f"{what} returned {got} for {n} sample{'s' * (n > 1)}: return one value a sample, a tensor"
+        f"{source} returned {kind} for {n} {samples}: return one value a sample, a tensor"
         f" of shape ({n},), not their mean or sum (torch's losses: reduction='none')"
     )
 
 
 @torch.no_grad()
-def augment_by(own: Imported, images: Tensor, key: int) -> Tensor:
-    """Return images (n, C, H, W) augmented by `own`, with numbers of the batch's `key` alone."""
+def augment_by(function: Imported, images: Tensor, key: int) -> Tensor:
+    """Return images (n, C, H, W) as a function augments them with numbers of the batch's `key`."""
     generator = torch.Generator(images.device).manual_seed(random_key(key, "own augmentation"))
-    wanted, strides = (images.shape, images.dtype, images.device), images.stride()
-    found = own(images, generator)
-    if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != wanted:
-        text = f"{wanted[1]} on {wanted[2]}, shape {tuple(wanted[0])}"
-        raise UsageError(f"{own.setting} must return images like those that it is given: {text}")
-    # Convolutions read the memory format of the network.
-    return found if found.stride() == strides else torch.empty_like(images).copy_(found)
+    expected = (images.shape, images.dtype, images.device)
+    strides = images.stride()
+    result = function(images, generator)
+    if not isinstance(result, Tensor) or (result.shape, result.dtype, result.device) != expected:
+        shape, dtype, device = expected
+        raise UsageError(
+            f"{function.setting} must return images like those that it is given: {dtype} on"
+            f" {device}, shape {tuple(shape)}"
+        )
+    if result.stride() == strides:
+        return result
+    return torch.empty_like(images).copy_(result)  # in the memory format of the network
 
 
 # Tests of these functions before their first use
 
 
 def check_values(
-    own: Imported,
+    function: Imported,
     compute: Callable[[Imported, Tensor, Tensor], dict[str, Tensor]],
     outputs: Tensor,
     targets: Tensor,
@@ -93,38 +110,40 @@ def check_values(
     `compute` returns the values of samples, (..., n) by name. It is called for all samples, again
     with torch's generator in another state, and for parts, one of which is a single sample.
     """
-    n, before = len(outputs), (outputs.clone(), targets.clone())
-    whole = compute(own, outputs, targets)
-    if not torch.equal(before[0], outputs) or not torch.equal(before[1], targets):
-        raise UsageError(f"{own.setting} changed its outputs or targets: compute with copies")
-    if not all(values.isfinite().all() for values in whole.values()):
-        raise UsageError(f"{own.setting} returned a value that is not finite")
+    n = len(outputs)
+    outputs_before = outputs.clone()
+    targets_before = targets.clone()
+    of_all = compute(function, outputs, targets)
+    if not torch.equal(outputs_before, outputs) or not torch.equal(targets_before, targets):
+        raise UsageError(f"{function.setting} changed its outputs or targets: compute with copies")
+    if not all(values.isfinite().all() for values in of_all.values()):
+        raise UsageError(f"{function.setting} returned a value that is not finite")
     for seed, part in enumerate((slice(n), slice(1), slice(n // 2, n))):
-        seed_torch(seed, outputs.device)
-        found = compute(own, outputs[part], targets[part])
+        when = "for a part of the batch" if seed else "in a second call"
         within = (RELATIVE, ABSOLUTE) if seed else (0, 0)
-        if found.keys() != whole.keys() or not all(
-            torch.allclose(found[name].double(), values[..., part].double(), *within)
-            for name, values in whole.items()
+        seed_torch(seed, outputs.device)
+        of_part = compute(function, outputs[part], targets[part])
+        if of_part.keys() != of_all.keys() or not all(
+            torch.allclose(of_part[name].double(), values[..., part].double(), *within)
+            for name, values in of_all.items()
         ):
             raise UsageError(
-                f"{own.setting} gave other values {'for a part of the batch' * bool(seed)}"
-                f"{'in a second call' * (not seed)}: the value of a sample must depend on its"
-                " output and target alone, because batches are cut into shards"
+                f"{function.setting} gave other values {when}: the value of a sample must depend on"
+                " its output and target alone, because batches are cut into shards"
             )
 
 
-def check_augment(own: Imported, images: Tensor, key: int) -> None:
+def check_augment(function: Imported, images: Tensor, key: int) -> None:
     """Test that images (n, C, H, W) are augmented by the generator alone. Raises UsageError."""
-    found = []
+    augmented = []
     with fork_rng(images.device):
         for seed, part in enumerate((images, images, images[:1])):
             seed_torch(seed, images.device)
-            found.append(augment_by(own, part.clone(), key))
-    if images.isfinite().all() and not found[0].isfinite().all():
-        raise UsageError(f"{own.setting} returned an image with NaN or infinity")
-    if not torch.equal(found[0], found[1]):
+            augmented.append(augment_by(function, part.clone(), key))
+    if images.isfinite().all() and not augmented[0].isfinite().all():
+        raise UsageError(f"{function.setting} returned an image with NaN or infinity")
+    if not torch.equal(augmented[0], augmented[1]):
         raise UsageError(
-            f"{own.setting} returned other images for the same images and a generator of the same"
-            " seed: all random numbers must come from the generator"
+            f"{function.setting} returned other images for the same images and a generator of the"
+            " same seed: all random numbers must come from the generator"
         )

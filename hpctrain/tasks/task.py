@@ -27,7 +27,7 @@ from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng
 from hpctrain.tasks.facts import FACTS, TaskFacts
 from hpctrain.tasks.forward import network_output
-from hpctrain.tasks.functions import check_values, compute_losses, compute_metric
+from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
 from hpctrain.tasks.tally import Block, Means, OwnFigures, Tally, two_sums
 
 # What a step adds up of a shard, () each on the device: "loss", the sum of the samples' losses;
@@ -90,13 +90,13 @@ class Task(ABC):
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **own: Any
+        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
-        """Make it as a configuration or a file's metadata describe it; `own` are fields of `Task`.
+        """Make it as a configuration or a file's metadata describe it; `fields` are of `Task`.
 
         It computes on the device and in the dtype of `like`, a parameter of the network.
         """
-        return cls(**own)
+        return cls(**fields)
 
     @classmethod  # noqa: B027 (most tasks learn from any pack)
     def check_data(cls, pack: Pack) -> None:
@@ -139,8 +139,9 @@ class Task(ABC):
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the samples' losses times their weights, which a step minimizes."""
-        own = self.own_losses(outputs, targets)
-        losses = self.losses(outputs, targets) if own is None else own
+        losses = self.own_losses(outputs, targets)
+        if losses is None:
+            losses = self.losses(outputs, targets)
         weights = self.weights(targets)
         return losses.sum() if weights is None else (losses * weights).sum()
 
@@ -188,7 +189,7 @@ class Task(ABC):
     ) -> dict[str, Tensor]:
         assert self.metric is not None
         figures = compute_metric(self.metric, outputs, targets)
-        return {name: both.sum(1) for name, both in figures.items()}
+        return {name: values_and_weights.sum(1) for name, values_and_weights in figures.items()}
 
     def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
         """Return captions of the worst answers in merged tallies, and how many are wrong."""
@@ -236,19 +237,17 @@ class Task(ABC):
 
         Raises UsageError that names the function. Model and torch's generators are restored.
         """
-        loss = self.loss
-        metric = self.metric
-        if not loss and not metric:
+        if not self.loss and not self.metric:
             return
         with evaluating(model), torch.no_grad(), fork_rng(inputs.device):
             outputs = network_output(model, inputs, self.precision)
             if not outputs.isfinite().all():
                 return  # a first step will report it
-            if metric:
-                check_values(metric, compute_metric, outputs, targets)
-            if loss:
-                check_values(loss, lambda *given: {"": compute_losses(*given)}, outputs, targets)
-                check_gradient(loss, outputs, targets)
+            if self.metric:
+                check_values(self.metric, compute_metric, outputs, targets)
+            if self.loss:
+                check_values(self.loss, losses_by_name, outputs, targets)
+                check_gradient(self.loss, outputs, targets)
 
 
 def check_gradient(loss: Imported, outputs: Tensor, targets: Tensor) -> None:
