@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.training.control import OnEvaluation
     from hpctrain.training.session import TrainingResult
 
-Settings = TypeVar("Settings", Config, EvaluateConfig)
+AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig)
 
 
 def train(
@@ -58,8 +58,8 @@ def train(
     SIGTERM, SIGUSR1 and SIGUSR2 preempt it (status "preempted"). Signal handlers, torch's settings,
     threads and random generators are then as before the call.
     """
-    given = Config() if config is None else config
-    with _all_ranks("train", given, settings) as (chosen, comm):
+    base = Config() if config is None else config
+    with _all_ranks("train", base, settings) as (chosen, comm):
         from hpctrain.parallel.mpi import check_on_root
         from hpctrain.training.session import run_training
 
@@ -80,27 +80,29 @@ def evaluate(
     Returns loss, accuracy, confusion matrix and so on, on all ranks; no tables are printed. Raises
     UsageError and RunError.
     """
-    given = EvaluateConfig(run=os.fspath(run), trust_code=trust_code)
-    with _all_ranks("evaluate", given, settings) as (chosen, comm):
+    base = EvaluateConfig(run=os.fspath(run), trust_code=trust_code)
+    with _all_ranks("evaluate", base, settings) as (chosen, comm):
         from hpctrain.inference.evaluate import evaluate_saved
 
         return evaluate_saved(chosen, comm)
 
 
-def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
-    """Return `given` with `more` settings, checked; None leaves one as it is. Raises UsageError."""
-    if not dataclasses.is_dataclass(given):
+def _change(base: AnyConfig, settings: dict[str, Any], name: str) -> AnyConfig:
+    """Return `base` with other settings, checked; None leaves one as it is. Raises UsageError."""
+    if not dataclasses.is_dataclass(base):
         advice = "name settings, such as data='a.h5'"
-        raise UsageError(f"{brief(given)} is no hpctrain.Config: {advice}")
-    known = {field.name for field in dataclasses.fields(given)}
-    table = {key: v for key, v in more.items() if v is not None or key not in known}
-    chosen = from_table(table, given, f"hpctrain.{name}")
-    chosen.check_conflicts()
-    return chosen
+        raise UsageError(f"{brief(base)} is no hpctrain.Config: {advice}")
+    names = {field.name for field in dataclasses.fields(base)}
+    table = {key: v for key, v in settings.items() if v is not None or key not in names}
+    config = from_table(table, base, f"hpctrain.{name}")
+    config.check_conflicts()
+    return config
 
 
 @contextmanager
-def _all_ranks(name: str, given: Settings, more: dict[str, Any]) -> Iterator[tuple[Settings, Comm]]:
+def _all_ranks(
+    name: str, base: AnyConfig, settings: dict[str, Any]
+) -> Iterator[tuple[AnyConfig, Comm]]:
     """Yield the settings for hpctrain.`name` and a communicator of all ranks, with signals caught.
 
     Collective. Raises UsageError on all ranks if settings are wrong or differ between ranks. A
@@ -112,9 +114,10 @@ def _all_ranks(name: str, given: Settings, more: dict[str, Any]) -> Iterator[tup
     if outer and outer.size > 1 and outer.activity == CALLBACK:
         text = "all ranks must call it, and on_evaluation is called on rank 0 alone"
         raise UsageError(f"hpctrain.{name} in on_evaluation: {text}")
-    chosen, failure = given, None
+    config = base
+    failure = None
     try:
-        chosen = _settings(given, more, name)
+        config = _change(base, settings, name)
     except UsageError as error:
         if launcher_name() == "none":
             raise
@@ -122,9 +125,13 @@ def _all_ranks(name: str, given: Settings, more: dict[str, Any]) -> Iterator[tup
     import torch
 
     threads = torch.get_num_threads()
-    timeout = getattr(chosen, "hang_timeout", Config.hang_timeout)
-    place = launched_rank(), launched_size() or 1, socket.gethostname(), timeout
-    with signals_caught(), warnings.catch_warnings(), Watchdog(*place) as watchdog:
+    watchdog = Watchdog(
+        launched_rank(),
+        launched_size() or 1,
+        socket.gethostname(),
+        getattr(config, "hang_timeout", Config.hang_timeout),
+    )
+    with signals_caught(), warnings.catch_warnings(), watchdog:
         doing(f"hpctrain.{name}")
         from hpctrain.parallel.mpi import MPI, check_call, conclude, on_all, start_mpi
 
@@ -136,8 +143,8 @@ def _all_ranks(name: str, given: Settings, more: dict[str, Any]) -> Iterator[tup
             with on_all(comm):
                 if failure is not None:
                     raise failure
-            check_call(comm, f"hpctrain.{name}", vars(chosen))
-            yield chosen, comm
+            check_call(comm, f"hpctrain.{name}", vars(config))
+            yield config, comm
         except BaseException as error:
             if comm.size > 1 and not getattr(error, "agreed", False):
                 conclude(error)

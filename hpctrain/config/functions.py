@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from hpctrain.errors import OwnCodeError, UsageError, did_you_mean, one_line
 from hpctrain.text import brief, listed
 
-SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
+FUNCTION_SETTINGS = ("model", "loss", "augment", "metric")  # which may name one
 PACKAGE = str(Path(__file__).parents[1])
 NOT_NAMED = re.compile(f"{re.escape(PACKAGE)}|.*importlib")  # files
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
@@ -40,10 +40,10 @@ class Imported(NamedTuple):
     function: Callable[..., Any]
     source: str  # the file of its module
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises OwnCodeError, with the line of its file, if it fails."""
         try:
-            return self.function(*given, **named)
+            return self.function(*args, **kwargs)
         except (UsageError, MemoryError):
             raise
         except (Exception, SystemExit) as error:
@@ -51,10 +51,10 @@ class Imported(NamedTuple):
                 raise
             raise own_code_error(f"{self.setting} failed", error) from error
 
-    def check_arguments(self, form: str, *given: Any, **named: Any) -> None:
+    def check_arguments(self, form: str, *args: Any, **kwargs: Any) -> None:
         """Raise UsageError unless the function can be called with these arguments, as in `form`."""
         try:
-            inspect.signature(self.function).bind(*given, **named)
+            inspect.signature(self.function).bind(*args, **kwargs)
         except ValueError:  # some functions in C do not tell their arguments
             return
         except TypeError as error:
@@ -66,7 +66,8 @@ def import_function(name: str, flag: str) -> Imported:
 
     Raises UsageError if there is none, or if importing its module fails.
     """
-    setting, folder = f"{flag} {name}", str(Path.cwd())
+    setting = f"{flag} {name}"
+    folder = str(Path.cwd())
     proper = name.replace("/", ".").replace(".py:", ":")
     if proper.count(":") != 1 or proper != name:
         hint = f", here {proper}" if proper != name else ""
@@ -88,8 +89,8 @@ def import_function(name: str, flag: str) -> Imported:
 
 
 def is_own(setting: str, value: object) -> bool:
-    """Whether this value of a setting, by its name in `SETTINGS`, is a function of one's own."""
-    if setting not in SETTINGS or ":" not in str(value):
+    """Whether this value of a setting, by its name, is a function of one's own."""
+    if setting not in FUNCTION_SETTINGS or ":" not in str(value):
         return False
     return setting != "model" or not str(value).startswith("timm:")
 
@@ -123,8 +124,8 @@ def own_code_error(
         named = [frame for frame in frames if not NOT_NAMED.match(frame.filename)]
     places = [file_and_line(frame.filename, frame.lineno) for frame in named[-1:]]
     where = ", ".join(filter(None, [*places, place]))
-    what = brief(one_line(error).partition(" Hint: ")[0], MOST_SHOWN)  # at torch's own settings
-    line = f"{text}: {what}{where and f' ({where})'}{hint}"
+    reason = brief(one_line(error).partition(" Hint: ")[0], MOST_SHOWN)  # at torch's own settings
+    line = f"{text}: {reason}{where and f' ({where})'}{hint}"
     if _traceback_file:
         try:
             content = "".join(traceback.format_exception(error))
@@ -157,9 +158,9 @@ def file_and_line(file: str, line: int | None) -> str:
 def is_own_file(file: str) -> bool:
     """Whether a source file is one of, or beside, a module that was imported for the user."""
     for place in _places:
-        rest = file.removeprefix(place)
-        if rest != file and rest[:1] in ("", "/") and not file.startswith(PACKAGE + "/"):
-            return not LIBRARIES.search(rest)
+        inner = file.removeprefix(place)
+        if inner != file and inner[:1] in ("", "/") and not file.startswith(PACKAGE + "/"):
+            return not LIBRARIES.search(inner)
     return False
 
 

@@ -108,22 +108,28 @@ class Settings:
 
         An option is not given at its default or, if values are named, at any other.
         """
-        flag, _, wanted = option.partition(" ")
+        flag, _, values = option.partition(" ")
         name = flag.strip("-").replace("-", "_")
         value = getattr(self, name)
-        if str(value) not in wanted.split("/") if wanted else value == getattr(type(self), name):
+        if values:
+            is_given = str(value) in values.split("/")
+        else:
+            is_given = value != getattr(type(self), name)
+        if not is_given:
             return ""
         return flag if value is True else f"{flag} {value}"
 
     def check_conflicts(self) -> None:
         """Raise UsageError if options conflict with each other, or with this machine."""
         for field in dataclasses.fields(self):
-            needs, given = field.metadata["needs"], self.given(flag_of(field.name))
-            if needs and given and not self.given(needs):
+            given = self.given(flag_of(field.name))
+            needs = field.metadata["needs"]
+            if given and needs and not self.given(needs):
                 raise UsageError(f"{given} needs {needs}")
         for first, second, why in self.exclude:
-            if (one := self.given(first)) and (other := self.given(second)):
-                raise UsageError(f"{one} and {other} exclude each other: {why}")
+            pair = (self.given(first), self.given(second))
+            if all(pair):
+                raise UsageError(f"{' and '.join(pair)} exclude each other: {why}")
 
 
 S = TypeVar("S", bound=Settings)
@@ -157,8 +163,8 @@ def _read(value: Any, check: Any, kind: Any, choices: tuple[Any, ...]) -> Any:
     if kind is int and abs(value) > LARGEST:
         raise ValueError(f"give at most {LARGEST}")
     if choices and value not in choices:
-        known = [str(choice) for choice in choices]
-        raise ValueError(f"there are {', '.join(known)}{did_you_mean(str(value), known)}")
+        texts = [str(choice) for choice in choices]
+        raise ValueError(f"there are {', '.join(texts)}{did_you_mean(str(value), texts)}")
     if callable(check):
         check(value)
     elif check:
@@ -181,20 +187,20 @@ def check_folder_name(name: str) -> None:
         raise ValueError(f"give the name of a folder, at most {LONGEST_NAME} bytes, without /")
 
 
-def from_table(table: Mapping[str, Any], settings: S, place: str = "") -> S:
-    """Return `settings` with the values of a table: of TOML, of flags, or given in Python.
+def from_table(table: Mapping[str, Any], config: S, place: str = "") -> S:
+    """Return `config` with the values of a table: of TOML, of flags, or given in Python.
 
     Raises UsageError that names the `place` if a name is unknown or a value is wrong.
     """
-    known = [field.name for field in dataclasses.fields(settings)]
+    names = [field.name for field in dataclasses.fields(config)]
     for name in table:
         if name == "trust_code" and place:
             raise UsageError(f"{place}: trust_code can be given on the command line only")
-        if name not in known:
-            hint = did_you_mean(name, known, settings.elsewhere, ALIKE)
+        if name not in names:
+            hint = did_you_mean(name, names, config.elsewhere, ALIKE)
             raise UsageError(f"{place}: unknown setting {name!r}{hint}")
     try:
-        return dataclasses.replace(settings, **table)
+        return dataclasses.replace(config, **table)
     except UsageError as error:
         raise UsageError(f"{place}: {error}" if place else str(error)) from None
 
@@ -220,40 +226,42 @@ def to_toml(table: Mapping[str, Any]) -> str:
 def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str]) -> S:
     """Parse and check the settings of a subcommand. Raises UsageError; exits for --help."""
     try:
-        found, rest = make_parser(name, summary, kind).parse_known_args(words)
+        parsed, unknown = make_parser(name, summary, kind).parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UsageError(str(error).removeprefix("argument ")) from None
-    if rest:
-        raise _unknown(name, kind, words, rest[0])
-    flags, settings = vars(found), kind()
+    if unknown:
+        raise _unknown(name, kind, words, unknown[0])
+    flags = vars(parsed)
+    config = kind()
     trust_code = (flags.pop if kind.trust_flag else flags.get)("trust_code", False)
     for path in flags.pop("config", []):
         table = load_toml(path, "--config ")
-        settings = from_table(table, settings, path)
+        config = from_table(table, config, path)
         require_trust({n: v for n, v in table.items() if n not in flags}, path, trust_code)
-    settings = from_table(flags, settings)
-    for field in dataclasses.fields(settings):
-        if field.metadata["required"] and not getattr(settings, field.name):
+    config = from_table(flags, config)
+    for field in dataclasses.fields(config):
+        if field.metadata["required"] and not getattr(config, field.name):
             raise UsageError(f"{name} needs {field.name.upper()}: {field.metadata['help']}")
-    settings.check_conflicts()
-    return settings
+    config.check_conflicts()
+    return config
 
 
 def _unknown(name: str, kind: type[Settings], words: Sequence[str], stray: str) -> UsageError:
     """Return the error to raise for a word that no option of a subcommand takes."""
-    given, known = stray.partition("=")[0], [field.name for field in dataclasses.fields(kind)]
-    if given.startswith("-"):
-        value = stray.partition("=")[2] or dict(pairwise(words)).get(stray)
-        is_listed = f"{given.strip('-')}_{value}" in kind.elsewhere  # such as --output last
-        word = f"{given}_{value}" if is_listed else given
-        hint = did_you_mean(word, map(flag_of, known), kind.elsewhere, ALIKE)
+    option, _, value = stray.partition("=")
+    names = [field.name for field in dataclasses.fields(kind)]
+    if option.startswith("-"):
+        value = value or dict(pairwise(words)).get(stray, "")
+        is_listed = f"{option.strip('-')}_{value}" in kind.elsewhere  # such as --output last
+        word = f"{option}_{value}" if is_listed else option
+        hint = did_you_mean(word, map(flag_of, names), kind.elsewhere, ALIKE)
         if kind.usage and "--" not in words:
             hint = f": options of the command come after --, as in {name} {kind.usage}"
-        return UsageError(f"unknown option {given!r}{hint}")
-    flag, value = ["", "", *words][words.index(stray) :][:2]
-    lists = [flag_of(name) for name in known if issubclass(kind.types[name][0], List)]
-    hint = f"; separate by commas: {flag} '{value},{stray}'" if flag in lists else ""
-    return UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}{hint}")
+        return UsageError(f"unknown option {option!r}{hint}")
+    flag, before = ["", "", *words][words.index(stray) :][:2]
+    lists = [flag_of(name) for name in names if issubclass(kind.types[name][0], List)]
+    hint = f"; separate by commas: {flag} '{before},{stray}'" if flag in lists else ""
+    return UsageError(f"unexpected argument {brief(option)!r} for hpctrain {name}{hint}")
 
 
 class Formatter(argparse.HelpFormatter):
@@ -273,28 +281,42 @@ def make_parser(name: str, summary: str, kind: type[Settings]) -> argparse.Argum
         exit_on_error=False,
         formatter_class=Formatter,
     )
-    config = "read options such as batch_size = 64 from a TOML file; flags win"
-    parser.add_argument("--config", metavar="FILE", action="append", help=config)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        help="read options such as batch_size = 64 from a TOML file; flags win",
+    )
     if kind.trust_flag:
         parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
-    group, words = cast(Any, parser), []
+    group = cast(Any, parser)
+    words = []
     for field in kind.options():
         if heading := field.metadata["group"]:
             group = parser.add_argument_group(heading)
-        text, default = field.metadata["help"], "on" if field.default is True else field.default
-        if default is not False and default not in (None, ()):
-            text += f" (default: {default})"
-        flag, (value, choices) = flag_of(field.name), kind.types[field.name]
-        arguments = {"help": text.replace("%", "%%")}
+        name_or_flag = flag_of(field.name)
+        value, choices = kind.types[field.name]
+        arguments: dict[str, Any] = {"help": help_of(field).replace("%", "%%")}
         if value is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         elif field.metadata["positional"]:
-            flag, word = field.name, field.name.upper()
+            name_or_flag = field.name
+            word = field.name.upper()
             words.append(word if field.metadata["required"] else f"[{word}]")
             arguments |= {"nargs": "*" if value is tuple else "?", "metavar": word}
+        elif choices:
+            arguments["metavar"] = f"{{{','.join(map(str, choices))}}}"
         else:
-            known = f"{{{','.join(map(str, choices))}}}"
-            arguments["metavar"] = known if choices else METAVARS.get(value, "TEXT")
-        group.add_argument(flag, **arguments)
+            arguments["metavar"] = METAVARS.get(value, "TEXT")
+        group.add_argument(name_or_flag, **arguments)
     parser.usage = f"hpctrain {name} {kind.usage or ' '.join([*words, '[options]'])}"
     return parser
+
+
+def help_of(field: dataclasses.Field[Any]) -> str:
+    """Return the help of an option with its default, if that says something."""
+    text: str = field.metadata["help"]
+    default = "on" if field.default is True else field.default
+    if default is False or default in (None, ()):
+        return text
+    return f"{text} (default: {default})"

@@ -74,8 +74,10 @@ class Bytes(Value, int):
 
     @staticmethod
     def parse(text: str) -> int:
-        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
-        size = int(float(found[1]) * 1024 ** " KMGT".find(found[2].upper() or " ")) if found else 0
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+        if match is None:
+            raise ValueError
+        size = int(float(match[1]) * 1024 ** " KMGT".find(match[2].upper() or " "))
         return require(size > 0, size)
 
 
@@ -123,10 +125,12 @@ class Shares(List):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Fraction, Fraction, Fraction]:
-        train, *others = super().parse(require("e" not in text.lower(), text))  # 1e99999999: hours
-        validation = others[0] if len(others) == 2 else Fraction(0)
-        fine = len(others) < 3 and train > 0 <= min(others, default=0) and train + sum(others) == 1
-        return require(fine, (train, validation, 1 - train - validation))
+        require("e" not in text.lower(), text)  # 1e99999999 takes hours
+        train, *held_out = super().parse(text)
+        require(len(held_out) < 3 and min(held_out, default=0) >= 0, text)
+        require(train > 0 and train + sum(held_out) == 1, text)
+        validation = held_out[0] if len(held_out) == 2 else Fraction(0)
+        return train, validation, 1 - train - validation
 
 
 class Loads(List):
