@@ -35,7 +35,8 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
     Each image is flipped left to right with probability 1/2, then shifted by -shift to +shift
     pixels, uniform and independent in x and y.
     """
-    rows, (flip, shift) = len(images), augmentation
+    rows = len(images)
+    flip, shift = augmentation
     if rows == 0 or not (flip or shift):
         return images
     if images.dtype == torch.uint16:  # which torch does not flip on a CPU
@@ -59,7 +60,8 @@ def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
     is a row of one overlapping view.
     """
     n, height, width, channels = images.shape
-    tall, wide = height + 2 * shift, width + 2 * shift
+    tall = height + 2 * shift
+    wide = width + 2 * shift
     bordered = images.new_zeros((n, tall, wide, channels))
     bordered[:, shift : shift + height, shift : shift + width] = images
     run = width * channels
@@ -93,21 +95,20 @@ def to_input(
         device=images.device,
         memory_format=memory,
     )
-    whole = divisor
-    if whole is None:
-        whole = FULL.get(str(images.dtype).removeprefix("torch."), 1.0)
+    if divisor is None:
+        divisor = FULL.get(str(images.dtype).removeprefix("torch."), 1.0)
     scale = offset = None
     if mean is not None and std is not None:
-        scale, offset = _scale_and_offset(mean, std, whole, values, channels_last)
+        scale, offset = _scale_and_offset(mean, std, divisor, values, channels_last)
     lying = images.permute(0, 3, 1, 2)
     step = max(1, n if images.is_cuda else CACHED_VALUES // max(1, height * width * channels))
     for first in range(0, n, step):
         part = values[first : first + step].copy_(lying[first : first + step])
         if scale is not None and offset is not None:
             _as_rows(part, channels_last).mul_(scale).add_(offset)
-        elif whole != 1:
+        elif divisor != 1:
             # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
-            part.mul_(1 / whole)
+            part.mul_(1 / divisor)
     return values.to(dtype)
 
 
@@ -129,16 +130,16 @@ def _type_of_arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scale_and_offset(
-    mean: Tensor, std: Tensor, whole: float, values: Tensor, channels_last: bool
+    mean: Tensor, std: Tensor, divisor: float, values: Tensor, channels_last: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the factors and summands that normalize `_as_rows` of the values (n, C, H, W).
 
     There is one for each value of an image: loops over C values would take five times as long.
-    `whole` is the value that stands for 1.
+    Stored values are divided by `divisor`.
     """
     spread = Tensor.repeat if channels_last else Tensor.repeat_interleave
     pixels = values.shape[2] * values.shape[3]
-    scale = (1 / (whole * std.double())).to(values.dtype)
+    scale = (1 / (divisor * std.double())).to(values.dtype)
     offset = (-mean.double() / std.double()).to(values.dtype)
     return spread(scale, pixels), spread(offset, pixels)
 

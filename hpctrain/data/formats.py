@@ -147,10 +147,11 @@ class ScanFile(io.BytesIO):
 
     def read(self, size: int | None = -1) -> bytes:
         """Read as any file, up to the last byte of the scan, and then what follows."""
-        left = self._last - self.tell()
-        if left > 0:
-            wanted = left if size is None or size < 0 else size
-            return super().read(min(wanted, left))
+        remaining = self._last - self.tell()
+        if remaining > 0:
+            if size is None or size < 0:
+                size = remaining
+            return super().read(min(size, remaining))
         tail = self._tail
         self._tail = b""
         return tail
@@ -217,11 +218,8 @@ def load_whole(image: ImageFile, data: bytes, reach: int = 0) -> tuple[ImageFile
 
 def draft(image: ImageFile, reach: int) -> Box:
     """Choose the scale of an opened JPEG for `load_whole`; return the box that it will have."""
-    whole = (0, 0, *image.size)
-    if not reach:
-        return whole
-    drafted = image.draft(None, (reach, reach))
-    return drafted[1] if drafted else whole
+    drafted = image.draft(None, (reach, reach)) if reach else None
+    return drafted[1] if drafted else (0, 0, *image.size)
 
 
 def load_jpeg(image: ImageFile, data: bytes, reach: int) -> ImageFile:
@@ -424,8 +422,8 @@ def is_deep(image: Image.Image, data: bytes) -> bool:
         size = data.find(b"\xff\x4f\xff\x51")  # ITU-T T.800, A.5.1: SOC, SIZ
         return size >= 0 and (data[size + 42] & 127) > 7 and not image.mode.startswith("I")
     if image.format == "AVIF":
-        settings = data.find(b"av1C")
-        return settings >= 0 and bool(data[settings + 6] & 64)  # high_bitdepth
+        codec = data.find(b"av1C")  # the box of its configuration
+        return codec >= 0 and bool(data[codec + 6] & 64)  # high_bitdepth
     if image.format == "PPM":
         return image.mode == "RGB" and max(tile_arguments(image)[1:], default=0) > 255
     return bool(DEEP.search(raw_mode(image))) and not image.mode.startswith("I")
@@ -461,7 +459,8 @@ def has_foreign_profile(image: Image.Image, data: bytes) -> bool:
         return b"sRGB" not in profile and "sRGB".encode("utf-16-be") not in profile
     if image.format == "AVIF":
         at = data.find(b"colrnclx") + 8  # ITU-T H.273: colour primaries, transfer function
-        primaries, transfer = data[at + 1], data[at + 3]
+        primaries = data[at + 1]
+        transfer = data[at + 3]
         return at > 8 and not (primaries in SRGB_PRIMARIES and transfer in SRGB_TRANSFERS)
     gamma = image.info.get("gamma")
     return gamma is not None and "srgb" not in image.info and abs(gamma - 1 / 2.2) > 0.01

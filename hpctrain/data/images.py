@@ -291,7 +291,7 @@ def probe(data: bytes) -> tuple[int, int, bool]:
         image.load()  # Pillow applies a TIFF's orientation when it loads the image
     width, height = image.size
     if _orientation(image, Changes()) in SIDEWAYS:
-        width, height = height, width
+        return height, width, has_colour
     return width, height, has_colour
 
 
@@ -338,13 +338,13 @@ def _load(data: bytes | Image.Image, changes: Changes, reach: int = 0) -> tuple[
     opened = open_image(data)
     _inspect(opened, data, changes)
     is_gray = raw_mode(opened) == GRAY_ALPHA_16
-    whole = 0, 0, *opened.size
-    part = opened.tile[0][1] if opened.format == "GIF" else whole  # which the first frame covers
+    canvas = 0, 0, *opened.size
+    frame = opened.tile[0][1] if opened.format == "GIF" else canvas  # which the first one covers
     opened, box = load_whole(opened, data, reach)
     image = opened.convert("LA") if is_gray else opened
-    if part != whole and not image.has_transparency_data:
+    if frame != canvas and not image.has_transparency_data:
         covered = Image.new("L", image.size)
-        covered.paste(255, part)
+        covered.paste(255, frame)
         image = image.convert("RGB")
         image.putalpha(covered)
     if changes.kinds & Change.SIXTEEN_BITS:  # of which Pillow keeps the upper 8
@@ -384,10 +384,8 @@ def _fit_bytes(image: Image.Image, box: Box, fit: Fit, changes: Changes) -> byte
 def _compare(image: Image.Image, box: Box, fit: Fit, orientation: int, changes: Changes) -> None:
     """Note how an image differs in size and channels from `fit`."""
     left, top, right, bottom = box
-    width = right - left
-    height = bottom - top
-    if orientation in SIDEWAYS:
-        width, height = height, width
+    size = (right - left, bottom - top)
+    width, height = reversed(size) if orientation in SIDEWAYS else size
     wide = width * fit.height  # equal to `high` if the proportions are
     high = height * fit.width
     if abs(wide - high) > ASPECT_TOLERANCE * high:

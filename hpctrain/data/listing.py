@@ -349,12 +349,12 @@ class FileFinder:
         if rows is not None:
             self._by_form = {unicodedata.normalize("NFC", name): name for name in rows}
 
-    def find(self, given: str) -> str:
-        """Return the name of a file, which is `given` where no other file is meant."""
-        plain = normpath(given)
-        if given.isascii() and "\\" not in given:
+    def find(self, path: str) -> str:
+        """Return the name of a file, which is `path` where no other file is meant."""
+        plain = normpath(path)
+        if path.isascii() and "\\" not in path:
             return plain
-        for name in (plain, normpath(given.replace("\\", "/"))):
+        for name in (plain, normpath(path.replace("\\", "/"))):
             if self.has(name):
                 return name
             similar = self._find_form(unicodedata.normalize("NFC", name))

@@ -89,8 +89,11 @@ class Prefetcher(Iterator[Made]):
         head_start: float = 0.0,
         device: torch.device = CPU,
     ) -> None:
-        self._make, self._items, self._count = make, iter(items), count
-        self._head_start, self._wanted = head_start, threading.Event()
+        self._make = make
+        self._items = iter(items)
+        self._count = count
+        self._head_start = head_start
+        self._wanted = threading.Event()
         self._waiting: deque[Future[Made]] = deque()
         self._thread = start_thread("prefetch", device)
 
@@ -158,7 +161,9 @@ class Loader:
         """
         if options.random_crop and not split.pack.fit:
             raise UsageError("--random-crop needs a pack of JPEG files: pack with --encoding jpeg")
-        self.split, self.order, self.partition = split, order, order.partition
+        self.split = split
+        self.order = order
+        self.partition = order.partition
         self.pipeline = pipeline or Pipeline()
         self.epochs = epochs
         self._options = options
@@ -198,18 +203,21 @@ class Loader:
             )
             device = self._upload.device
             self._prefetch = Prefetcher(self._read_step, places, AHEAD, HEAD_START, device)
-        prefetch, steps = self._prefetch, self.partition.steps
-        self._following, reads_on = None, False
+        prefetch = self._prefetch
+        steps = self.partition.steps
+        self._following = None
+        reads_on = False
         try:
             for step in range(first_step, steps):
-                batches, made, found = next(prefetch)
+                batches, ready, unusable = next(prefetch)
                 if bad is not None:
-                    bad |= found
-                elif text := describe_first([found]):
+                    bad |= unusable
+                elif text := describe_first([unusable]):
                     raise RunError(text)
-                self._upload.take(made, [t for b in batches for t in (b.images, b.targets)])
+                self._upload.take(ready, [t for b in batches for t in (b.images, b.targets)])
                 if step + 1 == steps and epoch + 1 < self.epochs:
-                    self._following, reads_on = (epoch + 1, 0), True
+                    self._following = (epoch + 1, 0)
+                    reads_on = True
                 yield batches
         finally:
             if not reads_on and self._prefetch is prefetch:
@@ -224,8 +232,11 @@ class Loader:
         """Make the batches of (epoch, step): all images are uploaded in one copy."""
         epoch, step = place
         counts = {j: n for j in self.shards if (n := self.partition.count(step, j))}
-        images, done, bad = self._upload.buffer(sum(counts.values())), 0, Bad()
-        keys, parts = list[int](), [np.empty(0, np.int64)]
+        images = self._upload.buffer(sum(counts.values()))
+        done = 0
+        bad = Bad()
+        keys: list[int] = []
+        parts = [np.empty(0, np.int64)]
         for shard, count in counts.items():
             key = random_key(self.order.seed, "batch", epoch, step, shard)
             first = epoch, shard, step * self.partition.shares[shard]
@@ -265,18 +276,20 @@ class Loader:
 
         `place`: epoch, shard, and the position of the first one in the shard's epoch.
         """
-        order, least = self.order, self._options.random_crop
-        if self._kept is None and not least and isinstance(order, BlockOrder):
+        order = self.order
+        least_share = self._options.random_crop
+        if self._kept is None and not least_share and isinstance(order, BlockOrder):
             return self._read_windows(order, place, out)
-        indices, crops = order.samples(*place, len(out)), None
+        indices = order.samples(*place, len(out))
         if self._kept is not None:
             first = order.reach(self.shards).start
             np.take(self._kept, indices - first, axis=0, out=out, mode="clip")
             return indices
-        if least:
+        crops = None
+        if least_share:
             from hpctrain.data.images import draw_crops
 
-            crops = draw_crops(least, len(out), random_key(key, "crop"))
+            crops = draw_crops(least_share, len(out), random_key(key, "crop"))
         self.split.gather(indices, out, crops, bad=self._bad)
         return indices
 
@@ -284,28 +297,33 @@ class Loader:
         self, order: BlockOrder, place: tuple[int, int, int], out: np.ndarray
     ) -> np.ndarray:
         """Implement `_read` with windows, of which a shard has at most two in memory."""
-        (epoch, shard, first), done, found = place, 0, []
+        epoch, shard, first = place
+        done = 0
+        indices = []
         for window, places in order.windows(epoch, shard, first, len(out)):
-            chosen, part = window.order(places), out[done : done + len(places)]
+            chosen = window.order(places)
+            part = out[done : done + len(places)]
             # The window is not assigned to a name, which would keep it alive too long.
             key = epoch, shard, window.number
             np.take(self._window(order, *key), chosen, axis=0, out=part, mode="clip")
-            found.append(window.samples[chosen])
+            indices.append(window.samples[chosen])
             done += len(places)
-        return np.concatenate(found)
+        return np.concatenate(indices)
 
     def _window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> np.ndarray:
         """Return the images of a window in reading order, and free the windows before it."""
         is_last = number + 1 == order.count(shard)
-        wanted = [(epoch, shard, number), (epoch + is_last, shard, 0 if is_last else number + 1)]
-        if is_last and epoch + 1 >= self.epochs:
-            wanted.pop()
-        for key in [k for k in self._windows if k[1] == shard and k not in wanted]:
+        keys = [(epoch, shard, number)]
+        if not is_last:
+            keys.append((epoch, shard, number + 1))
+        elif epoch + 1 < self.epochs:
+            keys.append((epoch + 1, shard, 0))
+        for key in [k for k in self._windows if k[1] == shard and k not in keys]:
             del self._windows[key]
-        for key in wanted:
+        for key in keys:
             if key not in self._windows:
                 self._windows[key] = self._thread.submit(self._load, order.window(*key).samples)
-        return self._windows[wanted[0]].result()
+        return self._windows[keys[0]].result()
 
     def _load(self, indices: np.ndarray) -> np.ndarray:
         images = np.empty((len(indices), *self.split.image_shape), self.split.dtype)

@@ -173,8 +173,8 @@ class Scale(NamedTuple):
 
     def _has_range(self, dtype: str, low: float, high: float) -> bool:
         """Whether stored values may have this range, by that of the training."""
-        here = self._replace(low=low, high=high)
-        if here.is_signed and not self.is_signed:
+        scale = self._replace(low=low, high=high)
+        if scale.is_signed and not self.is_signed:
             return False
         if self.dtype in FULL:
             is_scaled = high <= 1 < self.high
@@ -182,21 +182,21 @@ class Scale(NamedTuple):
             is_scaled = high <= 1 and self.high > DARK
         if dtype in FLOATS and high > 0 and is_scaled:
             return False  # divided by something else before
-        return here.reach <= FAR * max(1.0, self.reach)
+        return scale.reach <= FAR * max(1.0, self.reach)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, text: str) -> NoReturn:
         """Raise UsageError with what can be given to this network."""
         if self.dtype in FULL and self.is_full:
-            wanted = self.dtype
+            usable = self.dtype
             if self._is_bright:
-                wanted += ", or floats in [0, 1]"
+                usable += ", or floats in [0, 1]"
         elif self.dtype in FULL:
-            wanted = f"such {self.dtype} values, not scaled"
+            usable = f"such {self.dtype} values, not scaled"
         elif self.is_full:
-            wanted = "floats in [0, 1]"
+            usable = "floats in [0, 1]"
         else:
-            wanted = "such floats, not scaled"
-        raise UsageError(f"{what}: give {wanted}")
+            usable = "such floats, not scaled"
+        raise UsageError(f"{text}: give {usable}")
 
 
 BYTES = Scale()  # of a pack
