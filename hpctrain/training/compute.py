@@ -22,11 +22,10 @@ from hpctrain.errors import OwnCodeError, RunError, UsageError, first_line
 from hpctrain.parallel.message import Message
 from hpctrain.streams import GraphRecorder
 from hpctrain.tasks.forward import explain_network
-from hpctrain.tasks.task import ShardSums
+from hpctrain.tasks.task import ShardSums, Task
 
-# model, inputs (n, C, H, W), targets
-Loss = Callable[[nn.Module, Tensor, Tensor], ShardSums]
-# inputs, targets, samples in the global batch; adds the gradients of loss / samples to the message
+# inputs (n, C, H, W), targets, number of samples in the global batch; returns the sums of a shard,
+# and adds the gradients of its loss / samples to the message
 Backward = Callable[[Tensor, Tensor, int], ShardSums]
 WARM = 3  # batches of a shape before it is recorded, in which libraries choose their algorithms
 
@@ -34,14 +33,14 @@ WARM = 3  # batches of a shape before it is recorded, in which libraries choose 
 class Eager:
     """A `Backward` that launches its kernels one by one."""
 
-    def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
+    def __init__(self, model: nn.Module, task: Task, message: Message) -> None:
         self._model = model
-        self._loss = loss
+        self._task = task
         self._message = message
         self._shares: dict[int, Tensor] = {}  # 1 / total, for the two totals that a run has
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> ShardSums:
-        sums = self._loss(self._model, inputs, targets)
+        sums = self._task(self._model, inputs, targets)
         loss = sums["loss"]
         if total not in self._shares:
             self._shares[total] = torch.full_like(loss, 1 / total, requires_grad=False)
@@ -62,12 +61,12 @@ class Compiled(Eager):
     fails.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
+    def __init__(self, model: nn.Module, task: Task, message: Message) -> None:
         # This also sets the compiler's own switch; torch_flags does not, as it would import it.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
         # No CUDA graphs of the compiler, even if the environment asks: --cuda-graphs decides.
         compiled = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
-        super().__init__(cast(nn.Module, compiled), loss, message)
+        super().__init__(cast(nn.Module, compiled), task, message)
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> ShardSums:
         try:
@@ -125,7 +124,7 @@ class Graphs:
 
 
 def make_backward(
-    model: nn.Module, loss: Loss, message: Message, compiled: bool, graphs: bool
+    model: nn.Module, task: Task, message: Message, compiled: bool, graphs: bool
 ) -> Backward:
     """Make the function with which a run computes gradients.
 
@@ -137,5 +136,5 @@ def make_backward(
         raise UsageError("--cuda-graphs is for GPUs: this rank computes on the CPU")
     if compiled and device.type == "cpu" and shutil.which(compiler) is None:
         raise UsageError(f"--compile needs a C++ compiler on CPUs; CXX={compiler} is not there")
-    backward = (Compiled if compiled else Eager)(model, loss, message)
+    backward = (Compiled if compiled else Eager)(model, task, message)
     return Graphs(backward, GraphRecorder(device)) if graphs else backward
