@@ -90,10 +90,18 @@ def find_pack(config: Config) -> Pack:
     if config.images is not None and config.labels is not None:
         from hpctrain.data.external import read_external  # imports h5py
 
-        blocks = None if config.shuffle == "blocks" else 0
-        names = config.images, config.labels, config.layout
-        options = External(*names, config.table()["split"], config.seed, blocks, config.max_value)
-        return read_external(path, options)
+        return read_external(
+            path,
+            External(
+                images=config.images,
+                labels=config.labels,
+                layout=config.layout,
+                split=config.table()["split"],
+                seed=config.seed,
+                block_rows=None if config.shuffle == "blocks" else 0,
+                max_value=config.max_value,
+            ),
+        )
     pack = read_pack(path)
     require_split(pack, "train")
     return pack
@@ -134,9 +142,14 @@ def open_order(
     """
 
     def order_of(split: Split) -> Order:
-        classes_of = split.read_targets if config.balanced_sampling else None
-        blocks = plan.block_rows, plan.window_blocks
-        return make_order(plan.shuffle, plan.partition, config.seed, *blocks, classes_of)
+        return make_order(
+            name=plan.shuffle,
+            partition=plan.partition,
+            seed=config.seed,
+            block_rows=plan.block_rows,
+            window_blocks=plan.window_blocks,
+            classes_of=split.read_targets if config.balanced_sampling else None,
+        )
 
     train = source
     order = order_of(source)
