@@ -100,10 +100,10 @@ def to_input(
     scale = offset = None
     if mean is not None and std is not None:
         scale, offset = _scale_and_offset(mean, std, divisor, values, channels_last)
-    lying = images.permute(0, 3, 1, 2)
+    permuted = images.permute(0, 3, 1, 2)  # (n, C, H, W)
     step = max(1, n if images.is_cuda else CACHED_VALUES // max(1, height * width * channels))
     for first in range(0, n, step):
-        part = values[first : first + step].copy_(lying[first : first + step])
+        part = values[first : first + step].copy_(permuted[first : first + step])
         if scale is not None and offset is not None:
             _as_rows(part, channels_last).mul_(scale).add_(offset)
         elif divisor != 1:

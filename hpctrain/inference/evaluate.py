@@ -124,7 +124,7 @@ def evaluate(
     numbers = range(blocks * comm.rank // comm.size, blocks * (comm.rank + 1) // comm.size)
     tallies = task.tallies(mistakes)
     bad = Bad()
-    done = 0
+    blocks_done = 0
 
     def measure(inputs: Tensor, targets: Tensor) -> dict[tuple[int, str], Tensor]:
         outputs = network_output(inference.model, inputs, task.precision)
@@ -137,11 +137,13 @@ def evaluate(
     with on_all(comm):
         for block, measured in inference.outputs(split, numbers, measure, go_on):
             bad |= block.bad
-            done += 1
+            blocks_done += 1
             for number, tally in enumerate(tallies):
-                mine = {name: value for (of, name), value in measured.items() if of == number}
-                tally.add(block, mine)
-    parts = allgather(comm, (bad, done))
+                tally.add(
+                    block,
+                    {name: value for (owner, name), value in measured.items() if owner == number},
+                )
+    parts = allgather(comm, (bad, blocks_done))
     if text := describe_first(unusable for unusable, _ in parts):
         raise agreed(RunError(text))
     if sum(count for _, count in parts) < blocks:

@@ -376,9 +376,9 @@ class Images:
                 "its channels have 16 bits, and Pillow reads the upper 8 of several channels: give"
                 " an array"
             )
-        few = few_gray_levels(changes.largest)
-        if few and changes.largest > 0 and not self._had_16_bits:
-            raise UsageError(f"its largest value is {few}: give images of 8 bits")
+        loss = few_gray_levels(changes.largest)
+        if loss and changes.largest > 0 and not self._had_16_bits:
+            raise UsageError(f"its largest value is {loss}: give images of 8 bits")
 
 
 def open_images(network: TrainedNetwork, images: Any) -> Images:
@@ -452,10 +452,10 @@ def as_array(network: TrainedNetwork, image: Any) -> np.ndarray:
     if kind in types and array.shape == shape:
         return array
     values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
-    ways = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
+    usable = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
     if shape[2] not in PICTURE_CHANNELS:
-        ways = f"uint8, {values} of the network's size"
-    raise UsageError(f"an image of {kind} {array.shape}: give {ways}, {shape}")
+        usable = f"uint8, {values} of the network's size"
+    raise UsageError(f"an image of {kind} {array.shape}: give {usable}, {shape}")
 
 
 def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:

@@ -74,8 +74,8 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
         raise UsageError(f"--resume must, but {folder / CHECKPOINTS} holds no whole checkpoint")
     if history.problem:
         problems.insert(0, f"{history.problem}: the record is cut off there")
-    done = range(1, checkpoint.step + 1) if checkpoint else ()
-    if missing := set(done).difference(history.steps.get("step", ())):
+    steps = range(1, checkpoint.step + 1) if checkpoint else ()
+    if missing := set(steps).difference(history.steps.get("step", ())):
         problems.append(f"the record has lost steps that were done: {ranges(sorted(missing))}")
     elif checkpoint and (
         checkpoint.state["epoch"] > history.completed
