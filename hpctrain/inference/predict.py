@@ -80,7 +80,8 @@ def write_table(
         names = {"row": str}
         if source.source_of(0):
             names["source"] = source.source_of
-        target = [task.target_column]
+        if task.target_column:
+            target = [task.target_column]
     header = [*names, *target, *task.columns()]
     mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
     with ExitStack() as table, closing(inference.answers(source, mine)) as predicted:
@@ -102,7 +103,7 @@ def write_table(
         with on_all(comm):
             table.close()
             if comm.rank == 0 and output != "-":
-                say(f"{output}: {total - len(bad):,} images classified")
+                say(f"{output}: {total - len(bad):,} images {task.facts.answered}")
             if captions:
                 picture = picture_path(output, Path("predictions.png"))
                 draw_answers(picture, source, captions)
@@ -120,7 +121,7 @@ def table_rows(
     """Yield a row for each image of a block: its `names`, its target if it is known, its answer."""
     for number, row in enumerate(block.rows.tolist()):
         cells = [name(row) for name in names]
-        if block.targets is not None:
+        if block.targets is not None and task.target_column:
             cells.append(task.target_text(block.targets[number]))
         yield [*cells, *task.cells(answers[number])]
 
@@ -162,7 +163,8 @@ def write_images(
     say_losses(images, network.scale, comm)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
-        say(f"{folder}: {len(names) - len(bad):,} images restored{png_note(network)}")
+        count = len(names) - len(bad)
+        say(f"{folder}: {count:,} images {inference.task.facts.answered}{png_note(network)}")
     on_root(comm, conclude, config, bad, len(names), f"{folder} holds the others")
 
 

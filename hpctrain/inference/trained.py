@@ -40,6 +40,7 @@ from hpctrain.numerics import torch_flags
 from hpctrain.parallel.device import choose_device
 from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.report.settings import read_settings
+from hpctrain.tasks.facts import all_settings
 from hpctrain.tasks.task import make_task, task_class
 from hpctrain.text import MOST_NAMED, brief, counted, listed, printable, say
 from hpctrain.torch_errors import explain_errors
@@ -69,9 +70,10 @@ def load(
     return TrainedNetwork(path, torch.device(device), trust_code)
 
 
+NUMBERS = (float, int)  # of JSON
 #: Types of what a file of weights must say of its network; None stands for null.
 METADATA: dict[str, tuple[type | None, ...]] = {
-    **dict.fromkeys(("model", "task", "precision", "noise", "pack"), (str,)),
+    **dict.fromkeys(("model", "task", "precision", "pack"), (str,)),
     **dict.fromkeys(("loss", "metric"), (str, None)),
     **dict.fromkeys(("classes", "image_shape"), (list,)),
     **dict.fromkeys(("mean", "std", "class_weights"), (list, None)),
@@ -79,7 +81,7 @@ METADATA: dict[str, tuple[type | None, ...]] = {
     **dict.fromkeys(("scale", "provenance"), (dict,)),
     "external": (dict, list, None),
     "evaluation_rows": (int,),
-    "noise_level": (float, int),
+    **{name: NUMBERS if kind is float else (kind,) for name, kind in all_settings().items()},
 }
 
 

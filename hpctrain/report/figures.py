@@ -30,7 +30,7 @@ from hpctrain.outcome import Status
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.report.metrics import PERCENT
-from hpctrain.report.record import is_count
+from hpctrain.report.record import is_count, task_of
 from hpctrain.text import brief, parse_json, say
 
 BLUE = "#0072b2"  # of the colour-blind-safe palette of Okabe and Ito, as the next one
@@ -308,8 +308,8 @@ def read_confusion(
             f"{name} has no confusion matrix of the split {split} ({error}); this makes it:"
             f" {command} --output {shlex.quote(str(path))}"
         ) from error
-    why = "it restores images"
-    if len(classes) > 1:
+    why = f"its network {task_of(History.read(folder, 'none').facts).use}"
+    if "by_class" in evaluation:
         why = f"it has {len(classes):,} classes"
     raise UsageError(f"{name} has no confusion matrix: {why}")
 

@@ -152,7 +152,7 @@ class History:
         self.completed = 0  # epochs
         self.training = UNKNOWN  # means over the last epoch
         self.evaluated: dict[str, Record] = {}  # the last evaluation of each split
-        self.notes: deque[str] = deque(maxlen=MOST_NOTES)
+        self.recent_notes: deque[str] = deque(maxlen=MOST_NOTES)
         self._recent: deque[Record] = deque(maxlen=RECENT)  # steps of this launch
         self._steps = Columns()
         self._epochs: list[Record] = []
@@ -240,7 +240,7 @@ class History:
                 self.evaluated[record["split"]] = record
                 self._evaluations.append(record)
             case "note":
-                self.notes.append(record["text"])
+                self.recent_notes.append(record["text"])
             case "end":
                 launch.end = record
 

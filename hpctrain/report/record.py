@@ -34,7 +34,7 @@ from hpctrain.fault import fault
 from hpctrain.files import write_whole, writing
 from hpctrain.outcome import Status
 from hpctrain.report.step_stats import Costs
-from hpctrain.tasks.facts import FACTS, USUAL, Direction
+from hpctrain.tasks.facts import FACTS, USUAL, Direction, TaskFacts, all_figures
 from hpctrain.text import brief
 
 FILE_NAME = "progress.jsonl"
@@ -164,6 +164,8 @@ for kind, field in FIGURES.items():
     for facts in FACTS.values():
         for name in facts.figures:
             FIELDS[kind].setdefault(name, field)
+for name in all_figures():
+    FIELDS["evaluation"].setdefault(name, METRIC)
 
 NEEDED = {  # fields without which, or with null, a record cannot be read, by kind
     **{"step": ("step",), "epoch": ("epoch",), "evaluation": ("split", "step")},
@@ -185,9 +187,13 @@ def figures_of(facts: Record) -> dict[str, Direction]:
 
     `facts` is the first line of the record. If it lists no figures, they are those of its task.
     """
+    return {**(facts.get("figures") or task_of(facts).figures), "loss": "min"}
+
+
+def task_of(facts: Record) -> TaskFacts:
+    """Return what is known of the task of a run; `facts` is the first line of its record."""
     settings = facts.get("settings") or {}
-    task = FACTS.get(str(settings.get("task")), USUAL)
-    return {**(facts.get("figures") or task.figures), "loss": "min"}
+    return FACTS.get(str(settings.get("task")), USUAL)
 
 
 class Sink(Protocol):
@@ -235,7 +241,10 @@ class Recorder:
         if kind not in ("run", "end"):
             unknown = sorted(fields.keys() - FIELDS[kind].keys())
             if unknown:
-                raise ValueError(f"a {kind} has no field {unknown[0]}: add it to report/record.py")
+                raise ValueError(
+                    f"no field {unknown[0]} of a record of kind {kind}: figures are named in"
+                    " tasks/facts.py, other fields in report/record.py"
+                )
         if kind == "run":
             self._started = time.monotonic()
             self._costs = Costs(fields)

@@ -130,10 +130,8 @@ class Classify(Task):
         return [*map(self.caption, tally.worst)], tally.total
 
     def describe(self, figures: Mapping[str, Any]) -> str:
-        names = ("loss", "unweighted_loss", "accuracy", "balanced_accuracy")
-        return ", ".join(
-            f"{name.replace('_', ' ')} {figures[name]:.4f}" for name in names if name in figures
-        )
+        losses = {name: figures[name] for name in ("loss", "unweighted_loss") if name in figures}
+        return super().describe(losses | {**figures})
 
     # Answering
 

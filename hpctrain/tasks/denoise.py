@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpctrain.data.pack import Pack
 from hpctrain.data.partition import random_key
-from hpctrain.errors import UsageError
 from hpctrain.tasks.tally import Tally, two_sums
 from hpctrain.tasks.task import Task
 
@@ -38,16 +36,6 @@ class Denoise(Task):
             unrecorded=() if settings.get("balanced_sampling") else ("balanced_accuracy",),
             **fields,
         )
-
-    @classmethod
-    def check_data(cls, pack: Pack) -> None:
-        low = pack.scale.low / pack.scale.divisor
-        high = pack.scale.high / pack.scale.divisor
-        if not 0 <= low <= high <= 1:
-            raise UsageError(
-                f"--task denoise restores images in [0, 1], and {pack.path} holds {pack.scale}:"
-                " give another --max-value"
-            )
 
     @classmethod
     def output_shape(cls, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:

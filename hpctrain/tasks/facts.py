@@ -12,23 +12,25 @@ from typing import Literal, NamedTuple
 TaskName = Literal["classify", "denoise"]
 Direction = Literal["max", "min"]  # in which a figure is better
 
-UNIT_ONLY = "images stay in [0, 1]"
 NO_CLASSES = "its loss knows no classes"
 
 
 class TaskFacts(NamedTuple):
     """Defaults and figures of a task; its name is that of its module."""
 
-    help: str  # what is learned
-    use: str  # what a network does, for an error where another kind is needed
+    help: str  # what is learned, for the help: "learn the class of an image"
+    use: str  # what a network does, for errors: "this network classifies images"
+    answered: str  # what it has done: "5 images classified"
     figures: dict[str, Direction]  # of records; runs are ranked by the first one
     loss: str  # its name
+    more: tuple[str, ...] = ()  # further figures of evaluations
+    settings: tuple[tuple[str, type], ...] = ()  # of its own, which a network's file holds
     model: str = ""  # of --model auto; "" = by the size of the images
     optimizer: str = "sgdm"
     epochs: int | None = None  # None = by the network
     batch_size: int = 128
     patience: int = 0
-    is_unit: bool = False  # whether images must stay in [0, 1]
+    is_unit: bool = False  # whether images must be in [0, 1], without a normalization
     excludes: tuple[tuple[str, str], ...] = ()  # options, and why
 
 
@@ -36,14 +38,19 @@ FACTS: dict[str, TaskFacts] = {
     "classify": TaskFacts(
         help="learn the class of an image",
         use="classifies images",
+        answered="classified",
         figures={"accuracy": "max", "loss": "min"},
         loss="cross-entropy",
+        more=("unweighted_loss", "balanced_accuracy"),
     ),
     "denoise": TaskFacts(
         help="to remove noise",
         use="restores images",
+        answered="restored",
         figures={"loss": "min"},
         loss="mean squared error",
+        more=("noisy",),
+        settings=(("noise", str), ("noise_level", float)),
         model="autoencoder",
         optimizer="adam",
         epochs=5,
@@ -51,7 +58,6 @@ FACTS: dict[str, TaskFacts] = {
         patience=5,
         is_unit=True,
         excludes=(
-            ("--normalize pack/imagenet", UNIT_ONLY),
             ("--label-smoothing", NO_CLASSES),
             ("--class-weights", NO_CLASSES),
         ),
@@ -60,9 +66,21 @@ FACTS: dict[str, TaskFacts] = {
 USUAL = FACTS["classify"]
 
 
+def all_figures() -> set[str]:
+    """Return the names of the figures of all tasks."""
+    return {name for facts in FACTS.values() for name in (*facts.figures, *facts.more)}
+
+
+def all_settings() -> dict[str, type]:
+    """Return the settings that belong to one task, and their types."""
+    return {name: kind for facts in FACTS.values() for name, kind in facts.settings}
+
+
 def exclusions() -> Iterator[tuple[str, str, str]]:
     """Yield pairs of options that exclude each other by the task, and why."""
     for name, facts in FACTS.items():
+        if facts.is_unit:
+            yield "--normalize pack/imagenet", f"--task {name}", "images stay in [0, 1]"
         for option, why in facts.excludes:
             yield option, f"--task {name}", why
 

@@ -17,8 +17,9 @@ from hpctrain.config.functions import Imported, import_function
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
 from hpctrain.numerics import fork_rng, seed_torch
+from hpctrain.tasks.facts import all_figures
 
-RESERVED = ("", "loss", "unweighted_loss", "noisy", "accuracy", "balanced_accuracy", "rows")
+RESERVED = {"", "rows", *all_figures()}  # names that no figure of the user's own has
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a sample's value in a part of a batch: kernels round otherwise
 
 

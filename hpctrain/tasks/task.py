@@ -59,17 +59,22 @@ class Task(ABC):
     sums: ClassVar[Mapping[str, type]] = {}
     #: Name of an exported network's output, and of a single number that is answered.
     output: ClassVar[str] = "output"
-    #: Column of the target in a table of answers.
-    target_column: ClassVar[str] = "target"
+    #: Column of what the pack holds as target in a table of answers; "" = none.
+    target_column: ClassVar[str] = ""
     #: Whether answers are images, and not rows of a table.
     gives_images: ClassVar[bool] = False
     #: Whether `tallies` finds the worst answers.
     has_mistakes: ClassVar[bool] = False
 
+    @classmethod
+    def name(cls) -> str:
+        """Return its name, that of its module."""
+        return cls.__module__.rpartition(".")[2]
+
     @property
     def facts(self) -> TaskFacts:
         """Its entry in the table of all tasks."""
-        return FACTS[type(self).__name__.lower()]
+        return FACTS[self.name()]
 
     @property
     def is_weighted(self) -> bool:
@@ -98,9 +103,16 @@ class Task(ABC):
         """
         return cls(**fields)
 
-    @classmethod  # noqa: B027 (most tasks learn from any pack)
+    @classmethod
     def check_data(cls, pack: Pack) -> None:
         """Raise UsageError if it cannot be learned from a pack."""
+        name = cls.name()
+        scale = pack.scale
+        low = scale.low / scale.divisor
+        high = scale.high / scale.divisor
+        if FACTS[name].is_unit and not 0 <= low <= high <= 1:
+            text = f"{FACTS[name].use} in [0, 1], and {pack.path} holds {scale}"
+            raise UsageError(f"--task {name} {text}: give another --max-value")
 
     @classmethod
     def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
@@ -123,15 +135,16 @@ class Task(ABC):
     # Learning
 
     def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Return input and target of the network from those of the pipeline.
+        """Return inputs and targets of the network, those of the pipeline or others.
 
+        Inputs (n, C, H, W) are augmented and normalized; targets are those of the pack, (n,) int64.
         Random numbers must depend on `key` alone.
         """
         return inputs, targets
 
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each sample, (n,)."""
+        """Return the loss of each sample, (n,), for outputs (n, ...) of `output_shape`."""
 
     def weights(self, targets: Tensor) -> Tensor | None:
         """Return the weight of each sample in the loss, (n,); None, of all: 1 (`is_weighted`)."""
@@ -267,7 +280,7 @@ def task_class(name: str) -> type[Task]:
     if name not in FACTS:
         raise ValueError(f"there is no task {name!r}")
     module = import_module(f"hpctrain.tasks.{name}")
-    task: type[Task] = getattr(module, name.capitalize())
+    task: type[Task] = getattr(module, name.title().replace("_", ""))
     return task
 
 

@@ -18,11 +18,12 @@ from hpctrain.models import read_model, save_model, snapshot
 from hpctrain.outcome import Status
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
+from hpctrain.tasks.facts import all_settings
 from hpctrain.training.state import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing, running_time
 
 #: What the file of a network holds of the run's settings, plan and pack, by their names there.
-OF_CONFIG = ("small_stem", "task", "noise", "noise_level", "channels_last", "loss", "metric")
+OF_CONFIG = ("small_stem", "task", *all_settings(), "channels_last", "loss", "metric")
 OF_PLAN = ("model", "image_shape", "pack_uuid", "precision", "evaluation_rows", "class_weights")
 OF_PACK = ("classes", "provenance", "external")
 

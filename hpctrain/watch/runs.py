@@ -86,7 +86,7 @@ class WatchedRun:
                 cell(costs.get("images_per_second"), rate),
             ],
             "facts": list(state_lines(history, costs)),
-            "notes": list(history.notes),
+            "notes": list(history.recent_notes),
             "settings": history.facts.get("settings") or {},
         }
 

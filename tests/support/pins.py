@@ -36,7 +36,7 @@ import pytest
 from PIL import Image, features
 
 import hpctrain as hp
-from tests.support.api import read_model
+from tests.support.api import read_model, task_class
 from tests.support.launch import ROOT
 from tests.support.packs import draw_images
 from tests.support.pipeline import describe_tensors, digest
@@ -191,7 +191,7 @@ class Launches:
         self.run = self.runs / re.sub(r"\W+", "-", case)
         self.settings = settings_of(case, folder, device)
         self.here = ["--device", device, "--threads", "1"]
-        self.restores = self.settings.get("task") == "denoise"
+        self.task = task_class(self.settings.get("task", "classify"))
         self.options = EVALUATE.get(case, [])
         self.trust = [word for word in self.options if word == "--trust-code"]
 
@@ -228,7 +228,7 @@ class Launches:
         }
         parts["network"][0][1]["hpctrain"] = "*"
         self.evaluate(parts)
-        if self.restores:
+        if self.task.gives_images:
             parts["predicted"] = self.restore()
         else:
             parts["predicted"] = self.predict(parts["picture"])
@@ -240,13 +240,13 @@ class Launches:
         """Add what an evaluation prints and writes to the parts."""
         output = self.run / "evaluated.json"
         words = ["--output", output, *self.here, *self.options]
-        if not self.restores:
+        if self.task.has_mistakes:
             words += ["--mistakes", "6"]
         printed = self.command("evaluate", self.run, *words)
         lines = [plain(line) for line in printed if not line.startswith(tuple(BORDERS))]
         parts["printed"] += [("evaluate", line) for line in lines]
         parts["evaluated"].append(("evaluate", json.loads(self.read(output.name))))
-        if not self.restores:
+        if self.task.has_mistakes:
             parts["picture"].append(("mistakes", digest_image(output.with_suffix(".png"))))
 
     def predict(self, pictures: Part) -> Part:

@@ -70,7 +70,7 @@ def test_wherever_a_growing_record_is_looked_at_it_is_read_once_and_whole(cuts, 
         assert (len(history.steps.get("step", ())), history.problem) == (whole, None)
     assert losses(history) == {number: 1 / number for number in range(1, 20)}
     assert history.outcome().status == "done"
-    assert (list(history.notes), len(history.evaluations["loss"])) == (["so far"], 1)
+    assert (list(history.recent_notes), len(history.evaluations["loss"])) == (["so far"], 1)
 
 
 def test_the_best_validation_is_by_the_first_figure_of_the_run_or_by_another_one(tmp_path):
@@ -125,7 +125,7 @@ def test_a_resumed_launch_cuts_the_record_back_and_is_told_anew(tmp_path):
     append(run, run_line(ranks=3), *step_lines(6, 19, loss=9.0))
     assert history.follow()
     assert (history.outcome().status, history.facts["ranks"]) == ("", 3)
-    assert list(history.notes) == ["early"]
+    assert list(history.recent_notes) == ["early"]
     assert losses(history) == {n: 1 / n if n < 6 else 9.0 for n in range(1, 20)}
 
 
@@ -164,7 +164,7 @@ def test_of_many_steps_some_are_read_but_both_ends_and_all_else(tmp_path):
     read = len(history.steps["step"])
     assert many / 10 < read < many / 2
     assert (history.launch.first_step["step"], history.step["step"]) == (1, many)
-    assert list(history.notes) == ["so far"]
+    assert list(history.recent_notes) == ["so far"]
     assert len(history.evaluations["loss"]) == 30
     found = losses(history)
     assert len(found) < 1000 and min(found) < 100 and max(found) > many - 100

@@ -1,0 +1,81 @@
+"""What each task must keep: shapes, names, and that samples do not depend on each other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import hpctrain as hp
+from tests.support.api import task_class
+
+N, SHAPE, CLASSES = 7, (6, 5, 3), ("a", "b", "c", "d")
+DEFAULTS = {**vars(hp.Config()), "class_weights": ()}
+_, TASKS = hp.Config.types["task"]
+
+
+class Batch:
+    """Outputs and targets of a task for random images."""
+
+    def __init__(self, name):
+        generator = torch.Generator().manual_seed(1)
+        height, width, channels = SHAPE
+        self.task = task_class(name).from_settings(DEFAULTS, CLASSES, torch.zeros(1))
+        images = torch.rand(N, channels, height, width, generator=generator)
+        labels = torch.randint(0, len(CLASSES), (N,), generator=generator)
+        self.inputs, self.targets = self.task.stage(images, labels, 5)
+        shape = self.task.output_shape(SHAPE, len(CLASSES))
+        self.outputs = torch.rand(N, *shape, generator=generator)
+        self.block = SimpleNamespace(rows=np.arange(N), targets=labels.numpy())
+
+
+@pytest.fixture(params=TASKS)
+def batch(request):
+    return Batch(request.param)
+
+
+def test_the_loss_is_one_value_a_sample_and_that_of_the_sample_alone(batch):
+    losses = batch.task.losses(batch.outputs, batch.targets)
+    assert losses.shape == (N,) and losses.isfinite().all()
+    torch.testing.assert_close(batch.task.loss_sum(batch.outputs, batch.targets), losses.sum())
+    for row in range(N):
+        part = slice(row, row + 1)
+        alone = batch.task.losses(batch.outputs[part], batch.targets[part])
+        torch.testing.assert_close(alone, losses[part])
+
+
+def test_sums_of_a_step_have_their_names_and_the_figures_of_the_task(batch):
+    task = batch.task
+    sums = task.named_sums(batch.outputs, batch.targets)
+    assert sums.keys() == task.sums.keys()
+    assert all(value.shape == () for value in sums.values())
+    figures = task.step_figures({name: value.item() for name, value in sums.items()}, N)
+    given = {name for name, value in figures.items() if value is not None}
+    assert given <= {*task.facts.figures}
+
+
+def test_an_evaluation_gives_the_figures_of_the_task(batch):
+    task = batch.task
+    figures = {}
+    for tally in task.tallies():
+        measured = tally.measure(batch.outputs, batch.inputs, batch.targets)
+        tally.add(batch.block, {name: value.numpy() for name, value in measured.items()})
+        figures |= tally.figures()
+    given = {name for name, value in figures.items() if value is not None}
+    assert {*task.facts.figures} <= given <= {*task.facts.figures, *task.facts.more}
+    assert "loss" in given and task.describe(figures)
+
+
+def test_answers_are_images_or_rows_of_a_table(batch):
+    task = batch.task
+    answers = task.answers(batch.outputs).numpy()
+    assert answers.dtype == np.float32 and len(answers) == N
+    if task.gives_images:
+        assert answers.shape[1:] == SHAPE
+        return
+    assert len(task.cells(answers[0])) == len(task.columns())
+    assert all(len(column) == N for column in task.table(answers).values())
+    captions = task.captions(batch.block, answers, np.arange(N) < 2)
+    assert [caption.row for caption in captions] == [0, 1]
