@@ -360,11 +360,7 @@ def srun_words() -> list[str]:
     return ["srun"]
 
 
-def scheduler_output(
-    *command: str,
-    within: float | None = None,
-    **variables: str,
-) -> str:
+def scheduler_output(*command: str, within: float | None = None, **variables: str) -> str:
     """Return the output of a scheduler's command. Raises RunError if it fails or times out.
 
     It has `within` seconds (None: `ANSWER_WITHIN`), and `variables` in its environment.

@@ -68,10 +68,7 @@ def main(settings: CompareConfig) -> int:
     return 0 if equal else 1
 
 
-def _add_checkpoints(
-    folders: list[Path],
-    networks: list[Tensors],
-) -> tuple[list[str], list[str]]:
+def _add_checkpoints(folders: list[Path], networks: list[Tensors]) -> tuple[list[str], list[str]]:
     """Add the tensors of the newest checkpoints to the networks', if they are of the same step.
 
     Return the steps of both, and what stands against comparing them.
@@ -132,10 +129,7 @@ def _kind(tensor: torch.Tensor | None) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-def first_difference(
-    a: Iterable[Record],
-    b: Iterable[Record],
-) -> tuple[float, str] | None:
+def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[float, str] | None:
     """Return the first step at which two records differ, and the difference; None if there is none.
 
     Compared is what equal runs record alike (`FIELDS`), and of the digests those of steps for which
@@ -179,10 +173,7 @@ class ExactValue(NamedTuple):
 NOTHING = ExactValue(math.inf, "nothing", "", None)
 
 
-def _exact_values(
-    records: list[Record],
-    digested: set[tuple[int, str]],
-) -> Iterator[ExactValue]:
+def _exact_values(records: list[Record], digested: set[tuple[int, str]]) -> Iterator[ExactValue]:
     """Yield what equal runs record; digests only at the places `digested`."""
     last = {_place(record): record for record in records}  # a run may end twice after one step
     for record in records:
@@ -211,12 +202,7 @@ def _settings(folders: list[Path]) -> Iterator[str]:
         yield f"settings that differ: {'; '.join(texts)}"
 
 
-def _plot(
-    path: Path,
-    names: str,
-    a: Tensors,
-    b: Tensors,
-) -> None:
+def _plot(path: Path, names: str, a: Tensors, b: Tensors) -> None:
     """Plot the differences of the first convolution's weights, of many the largest ones."""
     name = next((name for name, tensor in a.items() if tensor.ndim == 4), next(iter(a), ""))
     if name not in a or name not in b or a[name].shape != b[name].shape:

@@ -94,12 +94,7 @@ def main(settings: Settings) -> int:
         return mpi.conclude(error)
 
 
-def _examine(
-    mpi: Any,
-    comm: Any,
-    launcher: str,
-    problem: str,
-) -> int:
+def _examine(mpi: Any, comm: Any, launcher: str, problem: str) -> int:
     """Make all checks; one process prints their findings and returns the exit code. Collective."""
     rank = comm.rank if comm else 0
     size = comm.size if comm else 1
@@ -132,11 +127,7 @@ def _print(finding: Finding) -> None:
         )
 
 
-def _judge(
-    name: str,
-    text: str,
-    *cases: Case,
-) -> Finding:
+def _judge(name: str, text: str, *cases: Case) -> Finding:
     """Return a finding with the verdict of the first case that holds, else ok."""
     for case in cases:
         if case.holds:

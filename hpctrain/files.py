@@ -54,11 +54,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_at(
-    descriptor: int,
-    data: memoryview,
-    offset: int,
-) -> None:
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to an open file, from byte `offset` on. Raises OSError."""
     while data:
         count = os.pwrite(descriptor, data, offset)
@@ -66,11 +62,7 @@ def write_at(
         offset += count
 
 
-def check_room(
-    folder: Path,
-    needed: int,
-    what: str,
-) -> None:
+def check_room(folder: Path, needed: int, what: str) -> None:
     """Raise RunError if fewer than `needed` bytes, which `what` needs, are free in the folder."""
     free = shutil.disk_usage(folder).free
     if needed > free:

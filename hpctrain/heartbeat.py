@@ -87,12 +87,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{plural} {ranges(ranks)}"
 
 
-def blame(
-    beats: Sequence[Beat],
-    size: int,
-    now: float,
-    silence: float,
-) -> list[str]:
+def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[str]:
     """Return a line for each rank for which others wait.
 
     These are the ranks without a new heartbeat for `silence` seconds, and those that do not wait.

@@ -12,11 +12,7 @@ M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 
 
-def empty_on_host(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
+def empty_on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate an uninitialised tensor on the host, for copies from or to `device`.
 
     It is pinned if that is a GPU: copies then wait for nothing (``non_blocking=True``).

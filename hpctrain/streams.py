@@ -44,11 +44,7 @@ class CpuEvent(torch.cpu.Event):
         return 1000 * (end._time - self._time)
 
 
-def record_event(
-    device: torch.device,
-    timing: bool = False,
-    stream: Stream = None,
-) -> Event:
+def record_event(device: torch.device, timing: bool = False, stream: Stream = None) -> Event:
     """Record an event on a stream of `device`, by default the current one of this thread.
 
     A thread that waits for it sleeps (cudaEventBlockingSync). CUDA's default is to spin, which

@@ -241,12 +241,7 @@ class Supervisor:
             words = [*words, "--time-limit", f"{left:.0f}s"]
         return launch.LaunchedRun(self.folder, words, env)
 
-    def _wait_for_end(
-        self,
-        run: launch.LaunchedRun,
-        number: int,
-        before: Outcome,
-    ) -> None:
+    def _wait_for_end(self, run: launch.LaunchedRun, number: int, before: Outcome) -> None:
         """Wait for the end of a launch: pass signals on, and end it if no rank starts."""
         patience = self.config.hang_timeout + IMPORTS  # as in the watchdog
         until = time.monotonic() + patience  # after which the launch must have begun
@@ -279,11 +274,7 @@ class Supervisor:
         tell(f"{why}; {what_follows}")
         return LEFT
 
-    def _wait(
-        self,
-        seconds: float,
-        condition: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def _wait(self, seconds: float, condition: Callable[[], bool] = lambda: True) -> None:
         """Wait while the condition holds, unless a signal comes."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.signals and condition():
@@ -332,12 +323,7 @@ def newest_step(run: Path) -> int:
 class Allocation:
     """The nodes of this Slurm job, and how many of them the run uses."""
 
-    def __init__(
-        self,
-        nodes: Sequence[str],
-        tasks: Sequence[int],
-        wanted: int,
-    ) -> None:
+    def __init__(self, nodes: Sequence[str], tasks: Sequence[int], wanted: int) -> None:
         """`tasks` are the ranks of each node."""
         self._tasks = dict(zip(nodes, tasks, strict=True))
         self._wanted = wanted

@@ -154,11 +154,7 @@ def discard_stdout() -> None:
     discard(sys.stdout)
 
 
-def listed(
-    names: Iterable[object],
-    most: int = 8,
-    separator: str = ", ",
-) -> str:
+def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str:
     """Join at most `most` names in one line: "a, b and 3 more", "a; b; and 3 more"."""
     texts = [str(name) for name in names]
     shown = separator.join(texts[:most])
@@ -167,11 +163,7 @@ def listed(
     return f"{shown}{separator.strip(', ')} and {len(texts) - most:,} more"
 
 
-def listed_names(
-    names: Iterable[str],
-    most: int = MOST_NAMED,
-    separator: str = ", ",
-) -> str:
+def listed_names(names: Iterable[str], most: int = MOST_NAMED, separator: str = ", ") -> str:
     """Join names of files or classes as `listed` does; each of them is shortened to one line."""
     names = [*names]
     shown = map(brief, names[:most])

@@ -219,12 +219,7 @@ def check_names(before: Iterable[str], after: Iterable[str]) -> None:
         )
 
 
-def check_output_shape(
-    model: nn.Module,
-    outputs: Any,
-    n: int,
-    shape: tuple[int, ...],
-) -> None:
+def check_output_shape(model: nn.Module, outputs: Any, n: int, shape: tuple[int, ...]) -> None:
     """Raise UsageError unless `outputs`, those for n images, is a tensor (n, *shape).
 
     `shape` is (classes,) for classification and (C, H, W) for the restoration of images.
@@ -267,11 +262,7 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
     return last
 
 
-def make_of_timm(
-    name: str,
-    image_shape: tuple[int, int, int],
-    classes: int,
-) -> nn.Module:
+def make_of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
     """Make the network "timm:NAME", for this size of images where it can be chosen.
 
     Raises UsageError if timm is not installed, has no such network, or cannot make it.

@@ -68,12 +68,7 @@ class InitialWeights:
         return text
 
 
-def load_init(
-    model: nn.Module,
-    path: str | Path,
-    classes: int,
-    channels: int,
-) -> InitialWeights:
+def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -> InitialWeights:
     """Load initial weights into `model`, a network for `classes` classes and `channels` channels.
 
     All tensors must fit, with three exceptions. A classifier for another number of classes, or that
@@ -179,11 +174,7 @@ def best_prefix(names: Iterable[str], wanted: Mapping[str, str]) -> tuple[str, i
     return max(counts.items(), key=lambda item: item[1])
 
 
-def fresh_classifier(
-    model: nn.Module,
-    tensors: Tensors,
-    classes: int,
-) -> dict[str, int]:
+def fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[str, int]:
     """Return the classifier's tensors that `tensors` cannot fill, with their number of classes."""
     parameters = dict(model.named_parameters())
     last = next(reversed(parameters)).rpartition(".")[0]
@@ -256,11 +247,7 @@ def count_fitting(tensors: Tensors, wanted: Tensors) -> int:
     return len(fitting)
 
 
-def entries_of(
-    content: Any,
-    name: str = "",
-    depth: int = 0,
-) -> Iterator[tuple[str, Mapping]]:
+def entries_of(content: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping]]:
     """Yield the dicts of a file by name: "" itself, "state" an entry, "state.model" one of it."""
     if not isinstance(content, Mapping):
         return

@@ -8,11 +8,7 @@ import torch
 from torch import nn
 
 
-def move_model(
-    model: nn.Module,
-    device: torch.device,
-    channels_last: bool,
-) -> nn.Module:
+def move_model(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
     """Move a model to the device and its 4-d weights to the memory format, NHWC or NCHW."""
     model.to(device)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format

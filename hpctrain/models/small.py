@@ -23,11 +23,7 @@ class DigitsNet(nn.Module):
     Raises UsageError for images smaller than the first kernel, 5 x 5 pixels.
     """
 
-    def __init__(
-        self,
-        image_shape: tuple[int, int, int],
-        classes: int,
-    ) -> None:
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         height, width, channels = image_shape
         if min(height, width) < 5:
@@ -57,11 +53,7 @@ class DigitsNet(nn.Module):
 class Autoencoder(nn.Module):
     """Images (N, C, H, W) -> images of the same shape; `classes` is not used."""
 
-    def __init__(
-        self,
-        image_shape: tuple[int, int, int],
-        classes: int,
-    ) -> None:
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         channels = image_shape[2]
         half = 32  # channels at half the size

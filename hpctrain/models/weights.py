@@ -145,11 +145,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def save_model(
-    path: str | Path,
-    model: nn.Module,
-    metadata: Mapping[str, Any],
-) -> None:
+def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) -> None:
     """Write weights, buffers and `metadata` (values for JSON) to a file, atomically.
 
     Raises RunError if it cannot be written.
@@ -187,11 +183,7 @@ def is_torch_file(path: str | Path) -> bool:
     return start == b"PK\x03\x04" or (start[:1], start[2:]) == (b"\x80", b"\x8a\n")
 
 
-def load_weights(
-    model: nn.Module,
-    tensors: dict[str, Tensor],
-    source: str | Path,
-) -> None:
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Path) -> None:
     """Copy `tensors` into the parameters and buffers of `model`, in place.
 
     Names, shapes and kinds of numbers must match, and weights be finite; otherwise UsageError names

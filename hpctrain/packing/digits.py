@@ -65,9 +65,7 @@ class DrawnDigits(NamedTuple):
         return self.images[rows], self.labels[rows]
 
 
-def generate(
-    seed: int = 0,
-) -> tuple[dict[str, ImagesAndLabels], tuple[str, ...], dict[str, Any]]:
+def generate(seed: int = 0) -> tuple[dict[str, ImagesAndLabels], tuple[str, ...], dict[str, Any]]:
     """Generate the whole set: (splits, classes, provenance).
 
     splits: "train" (9,000 images), "test" (1,000) and "unseen" (1,000, in styles that the other

@@ -78,12 +78,6 @@ def spline(points: list[tuple[float, float]], closed: bool) -> list[tuple[float,
     return line
 
 
-def cubic(
-    a: float,
-    b: float,
-    c: float,
-    d: float,
-    t: float,
-) -> float:
+def cubic(a: float, b: float, c: float, d: float, t: float) -> float:
     """Interpolate between b (t = 0) and c (t = 1), with neighbours a and d (Catmull-Rom)."""
     return b + t / 2 * (c - a + t * (2 * a - 5 * b + 4 * c - d + t * (3 * (b - c) + d - a)))

@@ -84,11 +84,7 @@ def _choose_slice(local_rank: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank % len(names)]
 
 
-def empty(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate an uninitialised tensor.
 
     On the CPU NumPy does, in huge pages: copies between processes are then twice as fast.
@@ -126,11 +122,7 @@ def memory_of(device: torch.device) -> tuple[str, str]:
     return "cupy", f"CuPy and torch are built for {platform_of_cupy}"
 
 
-def zeros_for_messages(
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
+def zeros_for_messages(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate a vector of zeros for messages. Raises UsageError for types that MPI cannot sum."""
     if dtype not in DTYPES:
         raise UsageError(f"a message of {dtype} cannot be summed by MPI: use float32 or float64")
@@ -141,11 +133,7 @@ def zeros_for_messages(
     return torch.zeros(length, dtype=dtype, device=device)
 
 
-def _empty_of_cupy(
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
+def _empty_of_cupy(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a new CuPy array outside of CuPy's memory pool, as a tensor that keeps it alive."""
     import cupy
 

@@ -58,12 +58,7 @@ def split_gradients(layout: Layout, parts: int) -> list[range]:
 class Overlapped(Reduce):
     """A reduction composed of several: one for each segment of the gradients, one for the rest."""
 
-    def __init__(
-        self,
-        message: Message,
-        spans: Sequence[range],
-        parts: Sequence[Reduce],
-    ) -> None:
+    def __init__(self, message: Message, spans: Sequence[range], parts: Sequence[Reduce]) -> None:
         """`parts` sum the `spans` of the gradients, in this order, and then the rest.
 
         Raises UsageError if MPI may be called by one thread only.
@@ -128,12 +123,7 @@ class Overlapped(Reduce):
             hook.remove()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _complete(
-        self,
-        part: int,
-        number: int,
-        parameter: torch.Tensor,
-    ) -> None:
+    def _complete(self, part: int, number: int, parameter: torch.Tensor) -> None:
         """Hook of a parameter, called when backward has accumulated its gradient."""
         if part < len(self._sums):
             raise RunError(

@@ -51,11 +51,7 @@ class Transport:
     def allreduce(self, vector: torch.Tensor) -> None:
         """Sum `vector` over all ranks, in place."""
 
-    def prepare(
-        self,
-        sends: Messages,
-        receives: Messages,
-    ) -> Callable[[], None]:
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         """Return a function that sends messages to some ranks and receives others, as often as it
         is called (MPI's persistent communication, but for every transport).
 
@@ -76,11 +72,7 @@ class HostMemory(Transport):
         for piece in self._pieces(vector):
             self.comm.Allreduce(MPI.IN_PLACE, self._buffer(piece))
 
-    def prepare(
-        self,
-        sends: Messages,
-        receives: Messages,
-    ) -> Callable[[], None]:
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         sent = self._to_mpi(sends)
         received = self._to_mpi(receives)
         if len(sent) == len(received) == 1:
@@ -137,11 +129,7 @@ class DeviceMemory(HostMemory):
         record_event(vector.device).synchronize()  # MPI does not know about streams
         super().allreduce(vector)
 
-    def prepare(
-        self,
-        sends: Messages,
-        receives: Messages,
-    ) -> Callable[[], None]:
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         exchange = super().prepare(sends, receives)
         devices = {vector.device for _, vectors in (*sends, *receives) for vector in vectors}
 
@@ -205,11 +193,7 @@ class Pinned(HostMemory):
             super().allreduce(staged)
             piece.copy_(staged, non_blocking=True)
 
-    def prepare(
-        self,
-        sends: Messages,
-        receives: Messages,
-    ) -> Callable[[], None]:
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         """Exchange through one block of host memory, which those of the same size share."""
         messages = [*sends, *receives]
         vectors = [vector for _, parts in messages for vector in parts]
@@ -235,12 +219,7 @@ class Pinned(HostMemory):
 
         return through_host
 
-    def _host_memory(
-        self,
-        address: int,
-        length: int,
-        like: torch.Tensor,
-    ) -> torch.Tensor:
+    def _host_memory(self, address: int, length: int, like: torch.Tensor) -> torch.Tensor:
         """Return host memory for vectors at an address, the same in each call."""
         key = address, length, like.dtype
         if key not in self._kept:
@@ -296,11 +275,7 @@ class Nccl(Transport):
         )
         self._check()
 
-    def prepare(
-        self,
-        sends: Messages,
-        receives: Messages,
-    ) -> Callable[[], None]:
+    def prepare(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         """All vectors are exchanged in one group, which is a single launch."""
         calls = [("ncclSend", rank, vectors) for rank, vectors in sends]
         calls += [("ncclRecv", rank, vectors) for rank, vectors in receives]

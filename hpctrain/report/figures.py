@@ -105,10 +105,7 @@ def main(settings: PlotConfig) -> int:
     return 0
 
 
-def read_each(
-    read: Callable[[str, Path], T],
-    runs: dict[str, Path],
-) -> list[T]:
+def read_each(read: Callable[[str, Path], T], runs: dict[str, Path]) -> list[T]:
     """Return what is read of each run; print why one has nothing, unless all have nothing.
 
     Then raises UsageError.
@@ -160,23 +157,14 @@ def read_curves(name: str, folder: Path) -> RunCurves:
     return RunCurves(name, summary, curves)
 
 
-def _points(
-    history: History,
-    column: str,
-    split: str,
-    unit: float,
-) -> np.ndarray:
+def _points(history: History, column: str, split: str, unit: float) -> np.ndarray:
     """Return a curve (n, 2), by so many steps or epochs as a `unit`, shares in percent."""
     scale = 100 if column in PERCENT else 1
     points = [(x / unit, scale * y) for x, y in history.curve(column, split)]
     return np.reshape(points, (-1, 2))
 
 
-def plot_training(
-    networks: Sequence[RunCurves],
-    panels: Sequence[str],
-    overlay: bool,
-) -> Any:
+def plot_training(networks: Sequence[RunCurves], panels: Sequence[str], overlay: bool) -> Any:
     """Return a figure of these networks with these panels, from the top."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
@@ -245,12 +233,7 @@ def plot_training(
     return figure
 
 
-def _set_axes(
-    row: Sequence[Any],
-    name: str,
-    curves: list[np.ndarray],
-    overlay: bool,
-) -> None:
+def _set_axes(row: Sequence[Any], name: str, curves: list[np.ndarray], overlay: bool) -> None:
     """Set limits, ticks and labels of the panels of a field, which share their axes."""
     begin = 0.5 if overlay else 0.0  # what part of each curve need not be visible
     visible = [curve[curve[:, 0] >= begin * curve[-1, 0], 1] for curve in curves]
@@ -284,11 +267,7 @@ class ConfusionMatrix(NamedTuple):
     counts: np.ndarray  # (K, K) int64, true classes by row
 
 
-def read_confusion(
-    name: str,
-    folder: Path,
-    split: str,
-) -> ConfusionMatrix:
+def read_confusion(name: str, folder: Path, split: str) -> ConfusionMatrix:
     """Read the confusion matrix that a run or ``evaluate --output`` wrote into the run's folder.
 
     Raises UsageError if there is none.
@@ -362,11 +341,7 @@ def plot_confusion(networks: Sequence[ConfusionMatrix], split: str) -> Any:
     return figure
 
 
-def _write_counts(
-    axes: Any,
-    counts: np.ndarray,
-    shares: np.ndarray,
-) -> None:
+def _write_counts(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
     """Write the counts that are not 0 into their cells."""
     size = 6 if counts.max() > 9999 else 7
     for i, j in np.argwhere(counts):
@@ -381,11 +356,7 @@ def _write_counts(
         )
 
 
-def empty_figure(
-    width: float,
-    height: float,
-    layout: Any = "constrained",
-) -> Any:
+def empty_figure(width: float, height: float, layout: Any = "constrained") -> Any:
     """Return an empty figure of `width` by `height` inches; `layout` is that of matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which may need a window system

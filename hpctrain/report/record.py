@@ -349,11 +349,7 @@ def encode_record(record: Record) -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-def without_nonfinite(
-    value: Any,
-    names: list[str] | None = None,
-    name: str = "",
-) -> Any:
+def without_nonfinite(value: Any, names: list[str] | None = None, name: str = "") -> Any:
     """Copy a value for JSON, with None for NaN and infinity.
 
     Their dotted names are appended to `names`; `name` is that of the value itself. Numbers of NumPy

@@ -150,12 +150,7 @@ def check_data(networks: list[SweepNetwork]) -> None:
             read_pack(path)
 
 
-def write_settings(
-    folder: Path,
-    file: Path,
-    networks: list[SweepNetwork],
-    runs_dir: str,
-) -> None:
+def write_settings(folder: Path, file: Path, networks: list[SweepNetwork], runs_dir: str) -> None:
     """Write the files that the runs need; sweep.toml last, and only once. Raises RunError."""
     with writing(folder):
         for network in networks:
@@ -299,11 +294,7 @@ class Training:
         return self.network.name, self.status, ", ".join(texts)
 
 
-def read_trainings(
-    folder: Path,
-    networks: list[SweepNetwork],
-    retry: bool,
-) -> list[Training]:
+def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> list[Training]:
     """Return all networks of a sweep. With `retry`, those that have failed are unfinished."""
     earlier: dict[str, dict[str, str]] = {}
     with (

@@ -106,11 +106,7 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
     return list(networks.values())
 
 
-def read_settings(
-    table: dict[str, Any],
-    base: Config,
-    place: str,
-) -> Config:
+def read_settings(table: dict[str, Any], base: Config, place: str) -> Config:
     """Return `base` with the settings of a table. Raises UsageError if one is unknown or wrong."""
     for key in table:
         if key in SET_BY_SWEEP:
