@@ -450,10 +450,13 @@ def as_array(network: TrainedNetwork, image: Any) -> np.ndarray:
     is_picture = array.ndim == 3 and array.shape[2] in PICTURE_CHANNELS and array.size
     if kind == "uint8" and (array.shape == shape or (is_picture and shape[2] in PICTURE_CHANNELS)):
         return array
-    types = FLOATS if scale.is_bytes else (*FULL, *FLOATS)
+    types = (*FULL, *FLOATS)
+    values = f"floats or {scale.dtype} values"
+    if scale.is_bytes:
+        types = FLOATS
+        values = "floats"
     if kind in types and array.shape == shape:
         return array
-    values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
     usable = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
     if shape[2] not in PICTURE_CHANNELS:
         usable = f"uint8, {values} of the network's size"
