@@ -38,7 +38,9 @@ class Pipeline:
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32  # of inputs
     channels_last: bool = True  # whether inputs lie in memory as NHWC
-    scaling: Sequence[Tensor | Sequence[float]] | None = None  # mean and std, (C,); None: 0 and 1
+    normalization: Sequence[Tensor | Sequence[float]] | None = (
+        None  # mean and std, (C,); None: 0 and 1
+    )
     augmentation: Augmentation = NOTHING
     transform: Transform | None = None
     stage: Stage | None = None
@@ -46,8 +48,8 @@ class Pipeline:
     _std: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.scaling:
-            self._mean, self._std = (torch.as_tensor(v).to(self.device) for v in self.scaling)
+        if self.normalization:
+            self._mean, self._std = (torch.as_tensor(v).to(self.device) for v in self.normalization)
 
     def make(
         self, images: Tensor, targets: Tensor, key: int, divisor: float | None = None

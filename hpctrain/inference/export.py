@@ -48,10 +48,10 @@ class Preprocess(nn.Module):
     """Scales stored images (N, H, W, C) to a network's input, as ``data.pipeline``."""
 
     def __init__(
-        self, scaling: tuple[list[float], list[float]], divisor: float, dtype: torch.dtype
+        self, normalization: tuple[list[float], list[float]], divisor: float, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        mean, std = (torch.tensor(values).double() for values in scaling)
+        mean, std = (torch.tensor(values).double() for values in normalization)
         self.scale = nn.Buffer((1 / (divisor * std)).to(dtype))
         self.offset = nn.Buffer((-mean / std).to(dtype))
 
@@ -90,8 +90,8 @@ def main(config: ExportConfig) -> int:
             metadata |= {"preprocess": config.preprocess, "output": network.inference.task.output}
             expected = network_output(model, inputs, "fp32")
             if config.preprocess:
-                scaling = metadata["mean"] or [0.0], metadata["std"] or [1.0]
-                preprocess = Preprocess(scaling, network.scale.divisor, inputs.dtype)
+                normalization = metadata["mean"] or [0.0], metadata["std"] or [1.0]
+                preprocess = Preprocess(normalization, network.scale.divisor, inputs.dtype)
                 model = nn.Sequential(preprocess, model)
                 inputs = images
             model.eval().requires_grad_(False)

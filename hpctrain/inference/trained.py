@@ -147,7 +147,7 @@ class TrainedNetwork:
                 device=device,
                 dtype=like.dtype,
                 channels_last=channels_last,
-                scaling=metadata["mean"] and (metadata["mean"], metadata["std"]),
+                normalization=metadata["mean"] and (metadata["mean"], metadata["std"]),
                 stage=task.stage,
             ),
             rows=metadata["evaluation_rows"],

@@ -29,7 +29,7 @@ from hpctrain.text import listed
 ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
 WRAPPERS = re.compile(r"\b(_orig_mod|module)\.")  # of torch.compile and DataParallel
 DEPTH = 3  # entries of entries in which weights are looked for
-Scaling = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
+Normalization = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class InitialWeights:
     fresh: dict[str, int]  # tensors of the classifier, which keep their values: the file's classes
     adapted: dict[str, int]  # first convolutions, and the channels of the file's
     left_out: tuple[str, ...]  # tensors of the file
-    scaling: Scaling | None  # of its images; None: the file does not say
+    scaling: Normalization | None  # of its images; None: the file does not say
     stored: dict[str, Any] | None  # scale of its training's images; None: the file does not say
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
     )
 
 
-def scaling_of(metadata: Mapping[str, Any]) -> Scaling | None:
+def scaling_of(metadata: Mapping[str, Any]) -> Normalization | None:
     """Return the scaling of images that the metadata of a file tell; None if they do not."""
     if "mean" not in metadata:
         return None

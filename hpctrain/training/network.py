@@ -30,7 +30,7 @@ from hpctrain.models import (
     load_init,
     read_model,
 )
-from hpctrain.models.init import Scaling
+from hpctrain.models.init import Normalization
 from hpctrain.models.memory_format import crashing_in_nhwc, has_avx2_only, move_model
 from hpctrain.models.weights import is_torch_file
 from hpctrain.parallel.batchnorm import BatchNorms
@@ -46,10 +46,10 @@ from hpctrain.plan import model_name
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.training.data import TrainingData
+from hpctrain.training.normalization import choose_normalization
 from hpctrain.training.optimizer import freeze
 from hpctrain.training.probe import FIRST_ROWS
 from hpctrain.training.resume import PreviousLaunch
-from hpctrain.training.scaling import choose_scaling
 
 
 class Network(NamedTuple):
@@ -61,7 +61,7 @@ class Network(NamedTuple):
     init: InitialWeights | None
     augment: Imported | None  # function of --augment
     weights: tuple[float, ...]  # of classes
-    scaling: Scaling
+    normalization: Normalization
     pipeline: Pipeline  # of training
     is_nchw: bool  # chosen because NHWC crashes
     notes: list[str]
@@ -70,7 +70,7 @@ class Network(NamedTuple):
 def make_network(
     config: Config, comm: Comm, data: TrainingData, earlier: PreviousLaunch | None
 ) -> Network:
-    """Make the network on the device, and what it learns: its task and scaling. Collective.
+    """Make the network on the device, and what it learns: its task and normalization. Collective.
 
     All ranks draw or read the same weights, agree on the memory format and on the weights of
     classes, and compare the files of the user's own functions.
@@ -93,15 +93,15 @@ def make_network(
         metric = import_own(config.metric, "--metric")
         augment = import_own(config.augment, "--augment")
         task = make_task({**vars(config), **resolved}, pack.classes, like, loss, metric)
-        scaling, why = choose_scaling(config, begun, pack, model, init)
-        check_normalized(scaling, pack)
+        normalization, why = choose_normalization(config, begun, pack, model, init)
+        check_normalized(normalization, pack)
         norms = BatchNorms(model, config.batch_norm)
     compare_code(config, pack, comm)
     pipeline = Pipeline(
         device=device,
         dtype=like.dtype,
         channels_last=config.channels_last,
-        scaling=scaling,
+        normalization=normalization,
         augmentation=Augmentation(config.flip, config.shift),
         transform=partial(augment_by, augment) if augment else None,
         stage=task.stage,
@@ -113,7 +113,7 @@ def make_network(
         init=init,
         augment=augment,
         weights=weights,
-        scaling=scaling,
+        normalization=normalization,
         pipeline=pipeline,
         is_nchw=bool(nchw),
         notes=[nchw, str(init or ""), scale_note(init, pack), why, frozen],
@@ -158,9 +158,9 @@ def make_model(
     return model.train(), init
 
 
-def check_normalized(scaling: Scaling, pack: Pack) -> None:
+def check_normalized(normalization: Normalization, pack: Pack) -> None:
     """Raise UsageError for mean and std, which are of images in [0, 1], of far other images."""
-    if scaling and (pack.scale.low < 0 or pack.scale.reach > UNLIKE):
+    if normalization and (pack.scale.low < 0 or pack.scale.reach > UNLIKE):
         text = f"are of images in [0, 1], and {pack.path} holds {pack.scale}"
         raise UsageError(f"mean and std {text}: give another --max-value, or --normalize unit")
 
@@ -219,7 +219,7 @@ def check_own_augment(network: Network, train: Split, comm: Comm) -> None:
     function = network.augment
     if function is None:
         return
-    before = dataclasses.replace(network.pipeline, transform=None, scaling=None)
+    before = dataclasses.replace(network.pipeline, transform=None, normalization=None)
 
     def check() -> None:
         rows = np.arange(min(FIRST_ROWS, len(train)))

@@ -135,7 +135,7 @@ def collect_facts(
         block_rows=pack.block_rows,
         chunk_rows=pack.splits["train"].images.chunk_rows,
         class_weights=network.weights,
-        scaling=network.scaling,
+        scaling=network.normalization,
     )
 
 

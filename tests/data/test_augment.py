@@ -120,6 +120,6 @@ def test_input_is_normalized_per_channel(dtype: torch.dtype, channels_last: bool
 def test_a_large_batch_has_the_bits_of_its_images(scaling) -> None:
     """A CPU scales as many images at a time as its cache holds."""
     before = images(101, (64, 64, 3))
-    pipeline = hp.Pipeline(scaling=scaling)
+    pipeline = hp.Pipeline(normalization=scaling)
     alone = [pipeline.inputs(part) for part in before.split(1)]
     assert torch.equal(pipeline.inputs(before), torch.cat(alone))

@@ -118,7 +118,7 @@ def test_single_samples_are_read_in_the_order_asked_for():
     inputs = hp.read_samples(source, rows)
     np.testing.assert_allclose(inputs.numpy(), plain, rtol=1e-6, atol=0)
     mean, std = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
-    scaled = hp.read_samples(source, np.array(rows), hp.Pipeline(scaling=(mean, std)))
+    scaled = hp.read_samples(source, np.array(rows), hp.Pipeline(normalization=(mean, std)))
     torch.testing.assert_close(scaled, (inputs - mean[:, None, None]) / std[:, None, None])
     assert hp.read_samples(source, np.arange(0)).shape == (0, 3, 5, 7)
 

@@ -55,7 +55,7 @@ def test_a_transform_is_given_values_in_0_to_1_and_its_result_is_normalized(dtyp
         return inputs * 0.5
 
     settings = {"dtype": dtype, "channels_last": channels_last, "augmentation": FLIPS_AND_SHIFTS}
-    result = hp.Pipeline(**settings, scaling=SCALING, transform=darken).inputs(images(), KEY)
+    result = hp.Pipeline(**settings, normalization=SCALING, transform=darken).inputs(images(), KEY)
     unit = hp.Pipeline(**settings).inputs(images(), KEY)
     assert torch.equal(seen[0], unit) and unit.max() == 1
     mean, std = (torch.tensor(values).double()[:, None, None] for values in SCALING)
@@ -63,12 +63,17 @@ def test_a_transform_is_given_values_in_0_to_1_and_its_result_is_normalized(dtyp
     rounding = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(result.double(), expected, rtol=rounding, atol=rounding)
     assert (result.dtype, result.stride()) == (dtype, unit.stride())
-    assert hp.Pipeline(scaling=SCALING, transform=darken).inputs(images(0)).shape == (0, 3, 7, 5)
+    assert hp.Pipeline(normalization=SCALING, transform=darken).inputs(images(0)).shape == (
+        0,
+        3,
+        7,
+        5,
+    )
 
 
 def test_what_a_transform_keeps_of_its_result_is_not_changed_by_normalization():
     gray = torch.full((31, 3, 7, 5), 0.5).contiguous(memory_format=torch.channels_last)
-    pipeline = hp.Pipeline(scaling=SCALING, transform=lambda inputs, key: gray)
+    pipeline = hp.Pipeline(normalization=SCALING, transform=lambda inputs, key: gray)
     assert torch.equal(pipeline.inputs(images(), 1), pipeline.inputs(images(), 2))
     assert gray.unique().tolist() == [0.5]
 
@@ -77,13 +82,13 @@ def test_an_evaluation_leaves_out_augmentation_alone():
     pipeline = hp.Pipeline(
         dtype=torch.float64,
         channels_last=False,
-        scaling=SCALING,
+        normalization=SCALING,
         augmentation=FLIPS_AND_SHIFTS,
         transform=lambda inputs, key: inputs + 1,
         stage=lambda inputs, targets, key: (inputs * 2, targets),
     )
     inputs, _ = pipeline.plain().make(images(), torch.arange(31), KEY)
-    scaled = hp.Pipeline(dtype=torch.float64, channels_last=False, scaling=SCALING)
+    scaled = hp.Pipeline(dtype=torch.float64, channels_last=False, normalization=SCALING)
     assert torch.equal(inputs, scaled.inputs(images()) * 2)
     assert inputs.stride() == scaled.inputs(images()).stride()
 
@@ -114,7 +119,7 @@ def test_stored_values_are_multiplied_by_the_inverse_of_the_divisor_in_float32(d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_picture_has_the_same_bits_in_8_bits_whatever_stands_for_1(dtype):
     """Division and normalization are one multiplication and one addition."""
-    pipeline = hp.Pipeline(dtype=dtype, scaling=SCALING)
+    pipeline = hp.Pipeline(dtype=dtype, normalization=SCALING)
     inputs = pipeline.inputs(images())
     words = torch.from_numpy(images().numpy().astype(np.uint16))
     assert torch.equal(pipeline.inputs(words, divisor=255), inputs)

@@ -1,4 +1,4 @@
-"""How the images of a run are scaled: --normalize, or what its first weights expect."""
+"""How the images of a run are normalized: --normalize, or what its first weights expect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.config import Config
 from hpctrain.data.pack import Pack
 from hpctrain.errors import UsageError
 from hpctrain.models import InitialWeights, own_input
-from hpctrain.models.init import Scaling
+from hpctrain.models.init import Normalization
 from hpctrain.plan import Plan
 from hpctrain.tasks.facts import FACTS
 
@@ -19,10 +19,10 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-def choose_scaling(
+def choose_normalization(
     config: Config, earlier: Plan | None, pack: Pack, model: nn.Module, init: InitialWeights | None
-) -> tuple[Scaling, str]:
-    """Return the scaling of a run, and a note on it if it follows from the network or its weights.
+) -> tuple[Normalization, str]:
+    """Return the normalization of a run, and a note if it follows from the network or its weights.
 
     A resumed run keeps that of its `earlier` plan. Raises UsageError for --normalize pack if a
     channel is constant, and for --normalize imagenet if there are not three channels.
@@ -44,18 +44,18 @@ def choose_scaling(
         return (pack.mean, pack.std), ""
     if config.normalize == "unit" or FACTS[config.task].is_unit:
         return (), ""
-    expected, whose = expected_scaling(config, pack, model, init)
+    expected, whose = expected_normalization(config, pack, model, init)
     if not expected:
         return (), ""
-    scaling = tuple(for_channels(values, channels) for values in expected)
-    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in scaling)
-    return scaling, f"--normalize auto: mean {mean} and std {std}, {whose}"
+    normalization = tuple(for_channels(values, channels) for values in expected)
+    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in normalization)
+    return normalization, f"--normalize auto: mean {mean} and std {std}, {whose}"
 
 
-def expected_scaling(
+def expected_normalization(
     config: Config, pack: Pack, model: nn.Module, init: InitialWeights | None
-) -> tuple[Scaling, str]:
-    """Return the scaling that the network or its first weights expect, if any, and whose it is."""
+) -> tuple[Normalization, str]:
+    """Return the normalization that network or first weights expect, if any, and whose it is."""
     if init and init.scaling is not None:
         return init.scaling, "as in the training of --init"
     if published := own_input(model):
