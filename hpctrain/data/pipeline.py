@@ -38,9 +38,7 @@ class Pipeline:
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32  # of inputs
     channels_last: bool = True  # whether inputs lie in memory as NHWC
-    normalization: Sequence[Tensor | Sequence[float]] | None = (
-        None  # mean and std, (C,); None: 0 and 1
-    )
+    normalization: Sequence[Tensor | Sequence[float]] | None = None  # mean and std, (C,) each
     augmentation: Augmentation = NOTHING
     transform: Transform | None = None
     stage: Stage | None = None
