@@ -79,3 +79,15 @@ def test_answers_are_images_or_rows_of_a_table(batch):
     assert all(len(column) == N for column in task.table(answers).values())
     captions = task.captions(batch.block, answers, np.arange(N) < 2)
     assert [caption.row for caption in captions] == [0, 1]
+
+
+def test_of_equally_confident_mistakes_the_first_rows_are_kept():
+    """Whichever block comes first."""
+    tally = task_class("classify")(classes=CLASSES).tallies(mistakes=2)[-1]
+    outputs = torch.zeros(3, len(CLASSES))
+    outputs[:, 1] = 5
+    for rows in ((6, 7, 8), (0, 1, 2)):
+        block = SimpleNamespace(rows=np.array(rows), targets=np.zeros(3, np.int64))
+        measured = tally.measure(outputs, None, None)
+        tally.add(block, {name: value.numpy() for name, value in measured.items()})
+    assert [answer.row for answer in tally.worst] == [0, 1] and tally.total == 6
