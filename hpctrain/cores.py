@@ -22,18 +22,9 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 #: Variables by which OpenMP binds threads to cores.
-BINDING = (
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "GOMP_CPU_AFFINITY",
-    "KMP_AFFINITY",
-)
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 #: With fewer threads than it was promised, oneDNN waits in a barrier for ever.
-FEWER = (
-    "OMP_DYNAMIC",
-    "OMP_MAX_ACTIVE_LEVELS",
-    "OMP_THREAD_LIMIT",
-)
+FEWER = ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS", "OMP_THREAD_LIMIT")
 OPENMP = re.compile(r"/\S.*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*")
 
 
@@ -97,12 +88,7 @@ def make_pool(
     """Return a pool of threads that run on all allowed cores; each calls `begin` first."""
     from concurrent.futures import ThreadPoolExecutor  # not for --help
 
-    return ThreadPoolExecutor(
-        threads,
-        name,
-        initializer=_begin_thread,
-        initargs=(begin,),
-    )
+    return ThreadPoolExecutor(threads, name, initializer=_begin_thread, initargs=(begin,))
 
 
 def _begin_thread(begin: Callable[[], object] | None) -> None:

@@ -120,11 +120,7 @@ def _print(finding: Finding) -> None:
         lines.append(f"{'':<24}{finding.advice}")
     console = make_console()
     for line in lines:
-        console.print(
-            line,
-            style=COLOURS.get(finding.verdict),
-            soft_wrap=True,
-        )
+        console.print(line, style=COLOURS.get(finding.verdict), soft_wrap=True)
 
 
 def _judge(name: str, text: str, *cases: Case) -> Finding:

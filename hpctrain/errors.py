@@ -74,12 +74,7 @@ def did_you_mean(
     meant = elsewhere.get(bare(word))
     if meant is None:
         names = {bare(name): name for name in choices if name != word}
-        close = difflib.get_close_matches(
-            bare(word),
-            names,
-            n=1,
-            cutoff=alike,
-        )
+        close = difflib.get_close_matches(bare(word), names, n=1, cutoff=alike)
         meant = names[close[0]] if close else ""
     if not meant:
         return ""

@@ -24,11 +24,7 @@ from hpctrain.text import bytes_text
 
 def temporary_name(path: Path) -> Path:
     """Return a hidden name beside `path` that contains the host and process ID of its writer."""
-    parts = (
-        socket.gethostname(),
-        str(os.getpid()),
-        secrets.token_hex(8),
-    )
+    parts = (socket.gethostname(), str(os.getpid()), secrets.token_hex(8))
     return path.with_name(f".{path.name}.{'-'.join(parts)}.tmp")
 
 

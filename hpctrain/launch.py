@@ -47,10 +47,7 @@ SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
 
 def mpirun() -> str:
     """Return the mpirun beside this Python, else the one on the PATH. Raises UsageError if none."""
-    folders = [
-        os.path.dirname(sys.executable),
-        os.environ.get("PATH", ""),
-    ]
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]
     path = shutil.which("mpirun", path=os.pathsep.join(folders))
     if path is None:
         raise UsageError("there is no mpirun on the PATH: load an MPI module")

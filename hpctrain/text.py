@@ -39,11 +39,7 @@ def say(text: str, file: TextIO | None = None) -> None:
     """Print a line to standard output or to `file`, with unprintable characters as escapes."""
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"
-    print(
-        printable(text, encoding),
-        file=file,
-        flush=True,
-    )
+    print(printable(text, encoding), file=file, flush=True)
 
 
 class Output(io.TextIOWrapper):

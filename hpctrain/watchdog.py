@@ -382,11 +382,7 @@ class Watchdog:
         self.fail("; ".join(lines))
         time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others write their stacks too
         if self.abort:
-            thread = threading.Thread(
-                target=self.abort,
-                args=(1,),
-                daemon=True,
-            )
+            thread = threading.Thread(target=self.abort, args=(1,), daemon=True)
             thread.start()
             time.sleep(LAST_WORDS)
         os._exit(1)

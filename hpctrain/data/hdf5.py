@@ -68,11 +68,7 @@ def locate_dataset(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:
     """
     path = os.path.abspath(os.fsdecode(data.file.filename))
     sizes[path] = os.path.getsize(path)
-    stored = Stored(
-        dataset=data.name,
-        dtype=str(data.dtype),
-        shape=data.shape,
-    )
+    stored = Stored(dataset=data.name, dtype=str(data.dtype), shape=data.shape)
     if data.is_virtual:
         return stored._replace(chunk_rows=_check_sources(data, path, sizes))
     if data.external:
@@ -166,13 +162,7 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
             mapped.select_all()
         elif space.is_regular_hyperslab():
             start, stride, count, block = space.get_regular_hyperslab()
-            mapped.select_hyperslab(
-                start,
-                count,
-                stride,
-                block,
-                h5py.h5s.SELECT_OR,
-            )
+            mapped.select_hyperslab(start, count, stride, block, h5py.h5s.SELECT_OR)
         else:
             raise Unusable(f"{where} has a selection that is not a regular hyperslab")
     covered = mapped.get_select_npoints()

@@ -210,9 +210,7 @@ def _read_split(path: str, group: h5py.Group, facts: Mapping[str, Any]) -> Split
         crc32=locate_in_one_piece(group, "crc32", "<u4", (samples,)),
     )
     if facts["fit"]:
-        split = split._replace(
-            offsets=locate_in_one_piece(group, "offsets", "<i8", (samples + 1,)),
-        )
+        split = split._replace(offsets=locate_in_one_piece(group, "offsets", "<i8", (samples + 1,)))
     if "names" in group:
         split = split._replace(
             names=locate_in_one_piece(group, "names", "u1"),

@@ -18,10 +18,7 @@ from hpctrain.streams import record_event
 from hpctrain.text import listed
 
 #: Types of messages.
-DTYPES = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-}
+DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def built_for() -> str:

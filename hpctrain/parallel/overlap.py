@@ -141,13 +141,7 @@ class Overlapped(Reduce):
         """Queue the sum of the next part, after accumulating `shard` into it, if given."""
         part = self._parts[len(self._sums)]
         ready = record_event(self._message.device)
-        future = self._thread.submit(
-            self._sum,
-            part,
-            shard,
-            ready,
-            before=self._sums[-1:],
-        )
+        future = self._thread.submit(self._sum, part, shard, ready, before=self._sums[-1:])
         self._sums.append(future)
 
     def _sum(

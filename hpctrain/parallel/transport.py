@@ -23,10 +23,7 @@ from hpctrain.streams import Stream, new_stream, record_event, use_stream
 from hpctrain.watchdog import waiting
 
 PACKED_BYTES = 1 << 20  # most in a message of several vectors: packing more takes too long
-MPI_TYPES = {
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-}
+MPI_TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 NCCL_TYPES = {  # ncclDataType_t
     torch.float32: 7,
     torch.float64: 8,
@@ -321,10 +318,7 @@ class Nccl(Transport):
         """Raise RunError with NCCL's message if `code`, which `name` returned, is an error."""
         if code == 0:
             return
-        messages = (
-            self._library.ncclGetErrorString(code),
-            self._library.ncclGetLastError(None),
-        )
+        messages = (self._library.ncclGetErrorString(code), self._library.ncclGetLastError(None))
         text = ": ".join(
             message.decode(errors="replace").strip() for message in messages if message
         )

@@ -57,11 +57,7 @@ def make_console(live: bool | None = None) -> Console:
         live = terminal_columns() is not None
     if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         live = False
-    return Console(
-        width=output_width(),
-        force_terminal=live,
-        force_jupyter=False,
-    )
+    return Console(width=output_width(), force_terminal=live, force_jupyter=False)
 
 
 def output_width() -> int:
@@ -83,10 +79,7 @@ def terminal_columns() -> int | None:
         launcher = _outermost_launcher()
         if not launcher or stat.S_ISREG(os.fstat(output).st_mode):
             return None
-        terminal = os.open(
-            f"/proc/{launcher}/fd/1",
-            os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK,
-        )
+        terminal = os.open(f"/proc/{launcher}/fd/1", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
         try:
             return os.get_terminal_size(terminal).columns or 80
         finally:

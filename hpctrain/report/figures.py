@@ -91,11 +91,7 @@ def main(settings: PlotConfig) -> int:
     if settings.confusion:
         matrices = read_each(partial(read_confusion, split=settings.split), runs)
     panels = list(dict.fromkeys(name for network in networks for name in network.curves))
-    figure = plot_training(
-        networks,
-        panels,
-        overlay=settings.overlay or len(networks) > APART,
-    )
+    figure = plot_training(networks, panels, overlay=settings.overlay or len(networks) > APART)
     save(figure, path)
     say(f"{path}: {' and '.join(panels)} by epoch")
     if matrices:
@@ -379,8 +375,4 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure atomically, in the format of the path's suffix. Raises RunError."""
     with writing(path), warnings.catch_warnings(), whole_file(path) as file:
         warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
-        figure.savefig(
-            file,
-            format=path.suffix.lower().lstrip("."),
-            dpi=150,
-        )
+        figure.savefig(file, format=path.suffix.lower().lstrip("."), dpi=150)

@@ -82,10 +82,7 @@ def ranked_runs(sweep: Path) -> list[tuple[Path, str]]:
     if any("validation" in history.evaluated for history in histories):
         split = "validation"
         metrics = [_validation_of_saved(history) for history in histories]
-    ranked = sorted(
-        zip(folders, metrics, strict=True),
-        key=lambda pair: -pair[1][name].score,
-    )
+    ranked = sorted(zip(folders, metrics, strict=True), key=lambda pair: -pair[1][name].score)
     return [(run, f"{split} {name} {_short(of_run[name].value)}") for run, of_run in ranked]
 
 

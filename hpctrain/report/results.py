@@ -108,11 +108,7 @@ def draw_captioned(
     width = max(tiles[0].width, NARROWEST) + 2 * GAP
     columns = min(len(tiles), IN_A_ROW)
     rows = -(-len(tiles) // columns)
-    sheet = Image.new(
-        "RGB",
-        (columns * width, rows * height),
-        "white",
-    )
+    sheet = Image.new("RGB", (columns * width, rows * height), "white")
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(size=LINE - 3)
     for number, (tile, lines) in enumerate(zip(tiles, captions, strict=True)):

@@ -27,10 +27,7 @@ class EventWriter:
             ) from error
         self._what = f"TensorBoard events to {folder}"
         with writing(self._what):
-            self._writer: Any = SummaryWriter(
-                str(folder),
-                purge_step=done + 1,
-            )
+            self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the scalars of a step or an evaluation; other records have none."""
@@ -40,11 +37,7 @@ class EventWriter:
         with writing(self._what):
             for name, value in scalars.items():
                 if value is not None:
-                    self._writer.add_scalar(
-                        f"{group}/{name}",
-                        value,
-                        record["step"],
-                    )
+                    self._writer.add_scalar(f"{group}/{name}", value, record["step"])
 
     def close(self) -> None:
         """Write queued events and close the file."""

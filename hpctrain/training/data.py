@@ -24,13 +24,7 @@ from hpctrain.memory import keep_memory
 from hpctrain.packing.find import find_pack_path
 from hpctrain.parallel.device import choose_device, unused_gpus_note
 from hpctrain.parallel.hosts import JobCores, core_notes, share_cores
-from hpctrain.parallel.mpi import (
-    Comm,
-    allgather,
-    comm_of_host,
-    on_all,
-    on_root,
-)
+from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, on_all, on_root
 from hpctrain.plan import Plan, cpu_threads
 from hpctrain.tasks.task import task_class
 from hpctrain.text import counted, listed

@@ -67,10 +67,7 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
 
 def write_settings(run: Run, folder: Path) -> None:
     """Write the configuration and the plan. Raises OSError."""
-    texts = {
-        SETTINGS_FILE: to_toml(run.config.table()),
-        PLAN_FILE: run.plan.to_json(),
-    }
+    texts = {SETTINGS_FILE: to_toml(run.config.table()), PLAN_FILE: run.plan.to_json()}
     for name, text in texts.items():
         write_whole(folder / name, text.rstrip() + "\n")
 

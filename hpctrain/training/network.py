@@ -34,14 +34,7 @@ from hpctrain.models.init import Normalization
 from hpctrain.models.memory_format import crashing_in_nhwc, has_avx2_only, move_model
 from hpctrain.models.weights import is_torch_file
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.mpi import (
-    Comm,
-    agreed,
-    check_equal_on_all,
-    minimum,
-    on_all,
-    on_root,
-)
+from hpctrain.parallel.mpi import Comm, agreed, check_equal_on_all, minimum, on_all, on_root
 from hpctrain.plan import model_name
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class

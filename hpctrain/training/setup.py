@@ -16,12 +16,7 @@ from hpctrain.data.pack import images_note
 from hpctrain.data.partition import assign_shards
 from hpctrain.data.split import Split
 from hpctrain.parallel.batchnorm import Probe
-from hpctrain.parallel.mpi import (
-    Comm,
-    comm_of_host,
-    on_all,
-    on_root,
-)
+from hpctrain.parallel.mpi import Comm, comm_of_host, on_all, on_root
 from hpctrain.parallel.transport import open_transport
 from hpctrain.plan import Facts, Plan, extend, resolve
 from hpctrain.training.data import TrainingData, balance_note, check_memory, open_data, open_order

@@ -78,11 +78,7 @@ def show(runs: WatchedRuns) -> int:
     with suppress(KeyboardInterrupt), ExitStack() as stack:
         stack.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, before)
         tty.setcbreak(sys.stdin)
-        live = Live(
-            console=screen.console,
-            screen=True,
-            auto_refresh=False,
-        )
+        live = Live(console=screen.console, screen=True, auto_refresh=False)
         stack.enter_context(live)
         keys = [""]
         pause = 0.5
@@ -129,14 +125,7 @@ class Screen:
         if run is None:
             return Text(NO_RUN)
         _, curves = run.curves()
-        return render(
-            self.console,
-            columns,
-            rows,
-            self._at,
-            curves,
-            self._message,
-        )
+        return render(self.console, columns, rows, self._at, curves, self._message)
 
     def press(self, key: str) -> None:
         """Do what a key is for."""
@@ -162,11 +151,7 @@ def render(
     most = max(height // 3 - 2, 3)
     row = rows[at]
     page = rows[at - at % most :][:most]
-    lines = [
-        f"{row['name']}: {row['text']}",
-        "; ".join(row["facts"]),
-        *row["notes"],
-    ]
+    lines = [f"{row['name']}: {row['text']}", "; ".join(row["facts"]), *row["notes"]]
     texts = styled("\n".join(lines)).wrap(console, width)[: max(height // 4, 4)]
     plots = draw(curves, width, max(height - len(page) - len(texts) - 2, 6))
     screen = Table.grid()
@@ -185,12 +170,7 @@ def table_of(
     chosen: State | None = None,
 ) -> Table:
     """Return a table of the leading columns that fit in the width of the console."""
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     room = console.width + 2  # no space after the last column
     for title, *cells in zip(columns, *(row["cells"] for row in rows), strict=True):
         texts = [title, *(printable(text, newlines=False) for text, _ in cells)]

@@ -89,20 +89,11 @@ class Server(ThreadingMixIn, WSGIServer):
         run = self._runs.all.get(query.get("run", ""))
         sort = query.get("sort", "-1")
         if not secrets.compare_digest(query.get("token", "").encode(), self.token.encode()):
-            return Answer(
-                "open the address that was printed",
-                status="403 Forbidden",
-            )
+            return Answer("open the address that was printed", status="403 Forbidden")
         if path in ("/", "/data", "/curves") and method != "GET":
-            return Answer(
-                "give GET",
-                status="405 Method Not Allowed",
-            )
+            return Answer("give GET", status="405 Method Not Allowed")
         if not re.fullmatch("-?[0-9]{1,4}", sort):
-            return Answer(
-                "sort is the number of a column",
-                status="400 Bad Request",
-            )
+            return Answer("sort is the number of a column", status="400 Bad Request")
         if path == "/":
             return Answer(self._page)
         if path == "/data":
@@ -111,10 +102,7 @@ class Server(ThreadingMixIn, WSGIServer):
             return Answer(run.curves())
         if run and path == "/stop" and method == "POST":
             return Answer(run.stop())
-        return Answer(
-            "there is nothing here",
-            status="404 Not Found",
-        )
+        return Answer("there is nothing here", status="404 Not Found")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection, such as a browser that closed it."""
