@@ -49,8 +49,8 @@ def serve(runs: WatchedRuns, port: int) -> int:
     return 0
 
 
-class Answer(NamedTuple):
-    """The answer to a request: the page, or what is sent as JSON."""
+class Response(NamedTuple):
+    """The response to a request: the page, or data that are sent as JSON."""
 
     content: Any
     status: str = "200 OK"
@@ -74,35 +74,35 @@ class Server(ThreadingMixIn, WSGIServer):
 
     def respond(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
         """Send the page, the data of all runs, or the curves of one; a POST asks a run to stop."""
-        answer = self._answer(environ)
-        kind = "text/html" if answer.content is self._page else "application/json"
+        response = self._response(environ)
+        kind = "text/html" if response.content is self._page else "application/json"
         headers = [("Content-Type", f"{kind}; charset=utf-8"), *HEADERS]
-        start_response(answer.status, headers)
-        if answer.content is self._page:
+        start_response(response.status, headers)
+        if response.content is self._page:
             return [self._page.encode()]
-        return [json.dumps(answer.content).encode()]
+        return [json.dumps(response.content).encode()]
 
-    def _answer(self, environ: dict[str, Any]) -> Answer:
+    def _response(self, environ: dict[str, Any]) -> Response:
         method = environ["REQUEST_METHOD"]
         path = environ["PATH_INFO"]
         query = dict(parse_qsl(environ["QUERY_STRING"]))
         run = self._runs.all.get(query.get("run", ""))
         sort = query.get("sort", "-1")
         if not secrets.compare_digest(query.get("token", "").encode(), self.token.encode()):
-            return Answer("open the address that was printed", status="403 Forbidden")
+            return Response("open the address that was printed", status="403 Forbidden")
         if path in ("/", "/data", "/curves") and method != "GET":
-            return Answer("give GET", status="405 Method Not Allowed")
+            return Response("give GET", status="405 Method Not Allowed")
         if not re.fullmatch("-?[0-9]{1,4}", sort):
-            return Answer("sort is the number of a column", status="400 Bad Request")
+            return Response("sort is the number of a column", status="400 Bad Request")
         if path == "/":
-            return Answer(self._page)
+            return Response(self._page)
         if path == "/data":
-            return Answer(self._runs.table(int(sort)))
+            return Response(self._runs.table(int(sort)))
         if run and path == "/curves":
-            return Answer(run.curves())
+            return Response(run.curves())
         if run and path == "/stop" and method == "POST":
-            return Answer(run.stop())
-        return Answer("there is nothing here", status="404 Not Found")
+            return Response(run.stop())
+        return Response("there is nothing here", status="404 Not Found")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection, such as a browser that closed it."""
