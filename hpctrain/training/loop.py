@@ -98,7 +98,7 @@ def finish_step(run: Run, pending: deque[PendingStep]) -> None:
     validates = validation_due(run, step)
     saves = run.writer.interval.follows(step, plan.steps_per_epoch)
     needed = last or validates or saves  # known to all ranks in advance
-    while len(pending) > (0 if needed or state.ended or saves else run.trainer.in_flight):
+    while pending and (needed or saves or state.ended or len(pending) > run.trainer.in_flight):
         saves |= record_step(run, pending.popleft())
     if pending:
         return
