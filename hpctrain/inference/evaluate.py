@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import import_own
 from hpctrain.tasks.mistakes import Answer, Mistakes
-from hpctrain.tasks.tally import OwnFigures, Tally
+from hpctrain.tasks.tally import OwnFigures, Tally, find_tally
 from hpctrain.tasks.task import Captioned, Task
 from hpctrain.text import brief, say
 from hpctrain.torch_errors import explain_errors
@@ -50,8 +50,6 @@ from hpctrain.watchdog import started
 
 if TYPE_CHECKING:
     from hpctrain.inference.trained import TrainedNetwork
-
-AnyTally = TypeVar("AnyTally", bound=Tally)
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,13 @@ class Evaluation:
     @property
     def confusion(self) -> np.ndarray | None:
         """The matrix (K, K) int64: class i predicted as class j; None for over 2,048 classes."""
-        tally = self._tally(Confusion)
+        tally = find_tally(self.tallies, Confusion)
         return tally.matrix if tally else None
 
     @property
     def mistakes(self) -> list[Answer]:
         """The wrong answers of the largest probability, largest first, if they were asked for."""
-        tally = self._tally(Mistakes)
+        tally = find_tally(self.tallies, Mistakes)
         return tally.worst if tally else []
 
     def figures(self, without: Collection[str] = ()) -> dict[str, Any]:
@@ -99,9 +97,6 @@ class Evaluation:
         if self.metrics:
             figures["metrics"] = self.metrics
         return {name: value for name, value in figures.items() if name not in without}
-
-    def _tally(self, kind: type[AnyTally]) -> AnyTally | None:
-        return next((tally for tally in self.tallies if isinstance(tally, kind)), None)
 
 
 def evaluate(

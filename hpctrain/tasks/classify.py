@@ -15,7 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.mistakes import Answer, Mistakes, answers_of
-from hpctrain.tasks.tally import Block, Tally, two_sums
+from hpctrain.tasks.tally import Block, Tally, find_tally, two_sums
 from hpctrain.tasks.task import Captioned, Task
 from hpctrain.text import brief, listed
 
@@ -126,7 +126,9 @@ class Classify(Task):
         return [*tallies, Mistakes(mistakes)] if mistakes else tallies
 
     def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
-        tally = next(tally for tally in tallies if isinstance(tally, Mistakes))
+        tally = find_tally(tallies, Mistakes)
+        if tally is None:
+            return super().mistakes(tallies)
         return [*map(self.caption, tally.worst)], tally.total
 
     def describe(self, figures: Mapping[str, Any]) -> str:

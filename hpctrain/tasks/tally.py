@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -74,6 +74,14 @@ class Tally(ABC):
     def as_json(self) -> dict[str, Any]:
         """Return what --output holds of it, beside the figures."""
         return {}
+
+
+AnyTally = TypeVar("AnyTally", bound=Tally)
+
+
+def find_tally(tallies: Iterable[Tally], kind: type[AnyTally]) -> AnyTally | None:
+    """Return the first tally of a class; None if there is none."""
+    return next((tally for tally in tallies if isinstance(tally, kind)), None)
 
 
 class Means(Tally):

@@ -205,8 +205,11 @@ class Task(ABC):
         return {name: values_and_weights.sum(1) for name, values_and_weights in figures.items()}
 
     def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
-        """Return captions of the worst answers in merged tallies, and how many are wrong."""
-        raise NotImplementedError
+        """Return captions of the worst answers in merged tallies, and how many are wrong.
+
+        There are none by default (`has_mistakes`).
+        """
+        return [], 0
 
     def describe(self, figures: Mapping[str, Any]) -> str:
         """Return the figures of an evaluation as text."""

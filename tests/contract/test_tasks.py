@@ -56,6 +56,10 @@ def test_sums_of_a_step_have_their_names_and_the_figures_of_the_task(batch):
     assert given <= {*task.facts.figures}
 
 
+def test_an_evaluation_that_was_not_asked_for_mistakes_has_none(batch):
+    assert batch.task.mistakes(batch.task.tallies()) == ([], 0)
+
+
 def test_an_evaluation_gives_the_figures_of_the_task(batch):
     task = batch.task
     figures = {}
