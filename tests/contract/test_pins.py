@@ -20,9 +20,7 @@ from tests.support.pins import ANYWHERE, CASES, ON_TWO_RANKS, TABLE, compare, wr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("pins").resolve()
-    write_data(made)
-    return made
+    return write_data(tmp_path_factory.mktemp("pins").resolve())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,9 +18,7 @@ CASES += ["16 bits, HDF5", "own augmentation, normalized", "16 bits, HDF5, norma
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("pins").resolve()
-    write_data(made)
-    return made
+    return write_data(tmp_path_factory.mktemp("pins").resolve())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -57,7 +57,8 @@ def of_job(hosts, patch):
     """The devices of a job's ranks, and the numbers of their GPUs."""
     devices, numbers = [], []
     patch.setattr(torch.cuda, "set_device", lambda device: None)
-    patch.setattr("hpctrain.parallel.device.record_event", mock.Mock())
+    patch.setattr(torch.cuda, "Event", mock.Mock())
+    patch.setattr(torch.cuda, "current_stream", mock.Mock())
     for host, seen in hosts:
         for local_rank, uuids in enumerate(seen):
             patch.setattr(torch.cuda, "device_count", mock.Mock(return_value=len(uuids)))

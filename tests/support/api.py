@@ -70,14 +70,14 @@ def open_transport(comm, name, piece_bytes=None, nccl="", asked=False):
     return way
 
 
-def make_sum(transport, vector, runs=None, narrow=0):
+def make_sum(way, vector, runs=None, narrow=0):
     """Return what sums a vector over all ranks, part by part of the shards `runs` in tree order, or
     with its first `narrow` numbers sent in bfloat16.
     """
     layout = SimpleNamespace(length=narrow)
     message = SimpleNamespace(tensor=vector, device=vector.device, layout=layout)
     dtype = "bf16" if narrow else "fp32"
-    return hp.choose_reduce(transport.comm, message, runs, dtype, transport)
+    return hp.choose_reduce(way.comm, message, runs, dtype, way)
 
 
 # Ranks: what started them, what they agree on, which GPUs they use

@@ -135,8 +135,8 @@ def make_images(rows: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarr
     return images, labels
 
 
-def write_data(folder: Path) -> None:
-    """Write the packs and files of the cases."""
+def write_data(folder: Path) -> Path:
+    """Write the packs and files of the cases into a folder; return it."""
     names = tuple(f"class{k}" for k in range(CLASSES))
     for name, shape in SHAPES.items():
         splits = {split: make_images(rows, shape) for split, rows in ROWS.items()}
@@ -160,6 +160,7 @@ def write_data(folder: Path) -> None:
     words = ["--encoding", "jpeg", "--size", "16x12", "--split", "0.6,0.2,0.2", "--jobs", "1"]
     packed = command(1, "pack", folder / "files", "--output", folder / "jpeg.h5", *words)
     assert packed.code == 0, packed.err
+    return folder
 
 
 def settings_of(case: str, folder: Path, device: str) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 import hpctrain as hp
-from hpctrain.config import from_table
 from hpctrain.inference.network import Inference
 from hpctrain.training.setup import set_up
 from tests.support.api import Augmentation
@@ -36,8 +35,7 @@ def describe_tensors(comm: Any, settings: dict[str, Any]) -> list[str]:
 
     A line is the place, the stage, and its dtype, shape and digest, or the key of random numbers.
     """
-    config = from_table(settings, hp.Config(), "the test")
-    with closing(set_up(config, comm)) as run:
+    with closing(set_up(hp.Config(**settings), comm)) as run:
         return [*lines_of_step(run), *lines_of_block(run)]
 
 
