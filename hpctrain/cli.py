@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         if rank:
             where = f"[rank {rank}] "
             time.sleep(1.0)  # if the first process failed alike, the launcher ends this one
-            if foreign_launcher():  # which is slow to end it: the first has printed this
+            if foreign_launcher():  # slow to end it: the first has printed this
                 return error.exit_code
         print(f"{where}hpctrain: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -1,7 +1,7 @@
-"""What started this process: the launcher, the job around it, and the signals of both.
+"""The launcher that started this process, the job around it, and the signals of both.
 
-Nothing here initializes MPI. What launchers and schedulers document, and what of it was tested, is
-in docs/cluster.md. Sources:
+Nothing here initializes MPI. docs/cluster.md says which launchers and schedulers were tested.
+Sources:
 
 * Slurm: sbatch(1), srun(1), squeue(1), scontrol(1).
 * PBS Professional and OpenPBS: qsub(1B), qrerun(1B), which needs the privilege of an operator.

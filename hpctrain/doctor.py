@@ -51,10 +51,10 @@ NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvf
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
 SLOW_NUMBER = 1e-3  # seconds of an Allreduce of 4 B
 SLOW_BANDWIDTH = 1e8  # bytes/s of an Allreduce of 1 MiB or more
-LOOPS = 5  # that are timed for each size
+LOOPS = 5  # timed for each size
 MOST_CALLS = 100  # of a loop
 
-RankFacts = SimpleNamespace  # of one rank: a check adds to them, and may read those of earlier ones
+RankFacts = SimpleNamespace  # of one rank; a check adds some, and may read those of earlier checks
 Ranks = Sequence[RankFacts]  # the facts of all ranks in order, at least one
 
 

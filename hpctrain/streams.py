@@ -105,7 +105,7 @@ class Upload:
     ) -> None:
         """Allocate a buffer of `shape`, (largest count, H, W, C); pinned for a GPU."""
         self.device = torch.device(device)
-        if self.device == torch.device("cuda"):  # which is another GPU in another thread
+        if self.device == torch.device("cuda"):  # the current GPU: another thread has another
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = new_stream(self.device)
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype

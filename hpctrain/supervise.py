@@ -76,7 +76,7 @@ class EndedLaunch(NamedTuple):
     began: bool  # this launch wrote to the record
     saved: int  # step of the newest checkpoint, 0 without one
     saved_before: int  # the same when the supervisor began
-    memory: str = ""  # what says that memory ran out, after "; "
+    memory: str = ""  # "; likely out of memory: ...", if it was
 
     def cause(self) -> str:
         """Return why the launch ended, in one line."""

@@ -34,11 +34,11 @@ Normalization = tuple[tuple[float, ...], ...]  # mean and std by channel; () = i
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What `load_init` took from a file, and what it did not."""
+    """The tensors that `load_init` took from a file, and those that it left out."""
 
     path: str
     entry: str  # of the file, in which the tensors lie; empty: the file itself
-    prefix: str  # which their names had
+    prefix: str  # removed from their names
     tensors: int  # of the network, without batch counters
     fresh: dict[str, int]  # tensors of the classifier, which keep their values: the file's classes
     adapted: dict[str, int]  # first convolutions, and the channels of the file's

@@ -26,7 +26,7 @@ PER_CLASS = 1000
 TEST_PER_CLASS = 100
 UNSEEN_PER_CLASS = 100
 CLASSES = tuple("0123456789")
-SOURCE = "hpctrain.data.digits"  # in the provenance, of which the pack's UUID is made
+SOURCE = "hpctrain.data.digits"  # in the provenance; another one would change the pack's UUID
 
 MARGIN = 13.0  # largest distance of ink from the centre, pixels
 BOX = 100.0  # height of a glyph in its own units

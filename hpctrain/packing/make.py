@@ -60,16 +60,16 @@ TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
 SUFFIX = r"(?i)(\.tar)?\.(gz|bz2|xz)$|\.(tgz|tbz2|txz|tar|zip|csv|tsv|txt)$"  # of a source
 FLOWERS_SIZE = Size("100x100")
 MIN_IMAGES_PER_JOB = 16
-IMAGES_PER_TASK = 64  # that are read; fewer are decoded
-TASKS_PER_WORKER = 32  # that decode, at least
-TASK_BYTES = 4 << 20  # of the pixels of such a task, at most
+IMAGES_PER_TASK = 64  # of a task that reads; one that decodes has fewer
+TASKS_PER_WORKER = 32  # least tasks that decode
+TASK_BYTES = 4 << 20  # most bytes of pixels of a task that decodes
 CLASSES_SHOWN = 40
 NEARLY_BLACK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 
 
 class BadFiles(Exception):
-    """Some images cannot be read: the reasons by row. What is written of the pack is discarded."""
+    """Some images cannot be read: the reasons by row. The unfinished pack is discarded."""
 
 
 def main(config: PackConfig) -> int:

@@ -46,7 +46,7 @@ from hpctrain.text import brief, counted, listed, listed_names
 
 SPLIT_NUMBERS = {name: i for i, names in enumerate(ALIASES.values()) for name in names}
 UNLABELLED = ("pred", "prediction", "predictions", "unlabeled", "unlabelled")  # beside splits
-IMAGE_FOLDERS = ("images", "imgs", "image", "img", "jpegimages", "data")  # which name no class
+IMAGE_FOLDERS = ("images", "imgs", "image", "img", "jpegimages", "data")  # they name no class
 ANNOTATIONS = (
     *("labels", "label", "annotations", "annotation", "masks", "mask"),
     *("segmentationclass", "segmentationobject", "ground_truth", "groundtruth"),
@@ -463,7 +463,7 @@ def _is_table(path: Path) -> bool:
         return True
     try:
         header = read_start(str(path)).partition(b"\n")[0].lower()
-    except OSError:  # which listing it as an archive says
+    except OSError:  # the listing as an archive reports it
         return False
     return b"path" in header and b"label" in header and b"\0" not in header
 

@@ -1,4 +1,4 @@
-"""What the worker processes of ``pack`` do: read, measure, decode and write images.
+"""The worker processes of ``pack``: they read, measure, decode and write images.
 
 An image that crashes a decoder ends only a worker, which is reported. Workers are spawned, not
 forked, and the kernel ends them when their parent dies.
@@ -31,7 +31,7 @@ from hpctrain.errors import RunError
 from hpctrain.files import write_at
 from hpctrain.watchdog import doing
 
-ENDS = {signal.SIGINT, signal.SIGTERM}  # what ends pack
+ENDS = {signal.SIGINT, signal.SIGTERM}  # signals that end pack
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of each worker
 TASKS_AHEAD = 3  # tasks per worker that are submitted ahead
 
@@ -46,16 +46,15 @@ class RunTasks(Protocol):
         tasks: Iterable[tuple[Any, ...]],
         images: int,
     ) -> Iterator[Any]:
-        """Yield the results of a function of each task, in their order.
+        """Yield the result of the function for each task, in the order of the tasks.
 
-        text: what is done, for the progress bar; tasks: the arguments of the function, of which the
-        first is a list of images; images: their number in all tasks. Raises RunError if a worker
-        dies.
+        text: a description for the progress bar; tasks: the arguments of each call, the first one a
+        list of images; images: their number in all tasks. Raises RunError if a worker dies.
         """
 
 
 class Decoded(NamedTuple):
-    """What is known of n decoded images."""
+    """Properties of n decoded images."""
 
     crc32: np.ndarray  # (n,) uint32
     sizes: np.ndarray  # (n,) int64, bytes
@@ -171,7 +170,7 @@ def channel_sums(pixels: memoryview, channels: int) -> np.ndarray:
 
 @contextmanager
 def start_workers(jobs: int) -> Iterator[RunTasks]:
-    """Yield what runs tasks in `jobs` processes, or for one job in this process."""
+    """Yield a function that runs tasks in `jobs` processes, or for one job in this process."""
     from rich.progress import Progress
 
     from hpctrain.report.console import Console  # a worker needs no rich

@@ -24,7 +24,7 @@ class RankDevice(NamedTuple):
 
     @classmethod
     def find(cls, device: torch.device) -> RankDevice:
-        """Return that of this rank, which computes on `device`.
+        """Return the device of this rank, which computes on `device`.
 
         NCCL compares PCI addresses (ncclCommInitRank), RCCL tells partitions of a GPU apart.
         """

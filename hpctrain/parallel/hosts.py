@@ -15,14 +15,14 @@ from hpctrain.text import counted, listed
 
 
 class RankCores(NamedTuple):
-    """What a rank knows of cores."""
+    """The cores that a rank may use, and the threads that it would compute with."""
 
     host: str
     allowed: set[int]
     main: set[int]  # on which its main thread may run: OpenMP may have bound it
     quota: float  # its share of the CPU time of quotas, in cores
     present: int  # cores of the host
-    threads: int  # that it would use
+    threads: int  # OMP_NUM_THREADS, or its share of the cores
 
 
 class HostCores(NamedTuple):

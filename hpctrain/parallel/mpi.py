@@ -79,7 +79,7 @@ Comm = MPI.Intracomm
 # rank waits for one that has not started.
 if not MPI.Is_initialized():
     doing(MPI_INIT)
-    _level = ctypes.c_int()  # which MPI provides
+    _level = ctypes.c_int()  # provided by MPI
     ctypes.CDLL(MPI.__file__).MPI_Init_thread(
         None,
         None,

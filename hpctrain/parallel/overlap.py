@@ -94,7 +94,7 @@ class Overlapped(Reduce):
 
     def begin(self, shards: Sequence[int]) -> None:
         """Begin a step in which this rank processes one batch of each of `shards`."""
-        self._shards = [*shards]  # that remain in this step
+        self._shards = [*shards]  # the remaining ones of this step
         self._missing = [{*members} for members in self._members]  # gradients, of the batch
 
     def accumulate(self, shard: int) -> None:

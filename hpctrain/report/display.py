@@ -43,7 +43,7 @@ BEGAN = {
     Status.PREEMPTED: "Preempted after",
 }
 SHARES = fields_marked("evaluation", "is_share")  # shown with four decimals
-SHORT = {"balanced_accuracy": "balanced"}  # what columns are named
+SHORT = {"balanced_accuracy": "balanced"}  # names of columns
 SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
 REDRAW = 0.5  # seconds after a drawing of the bar in which steps are not drawn
 

@@ -231,7 +231,7 @@ def plot_training(networks: Sequence[RunCurves], panels: Sequence[str], overlay:
 
 def _set_axes(row: Sequence[Any], name: str, curves: list[np.ndarray], overlay: bool) -> None:
     """Set limits, ticks and labels of the panels of a field, which share their axes."""
-    begin = 0.5 if overlay else 0.0  # what part of each curve need not be visible
+    begin = 0.5 if overlay else 0.0  # share of each curve that need not be visible
     visible = [curve[curve[:, 0] >= begin * curve[-1, 0], 1] for curve in curves]
     low = min(float(values.min()) for values in visible)
     high = max(float(values.max()) for values in visible)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hpctrain.report.record import FIELDS
+from hpctrain.report.record import fields_marked
 from hpctrain.tasks.facts import Direction
 from hpctrain.text import short_number
 
 #: Figures from 0 to 1, which are shown in percent.
-PERCENT = {name for name in FIELDS["step"] if FIELDS["step"][name].is_share}
+PERCENT = fields_marked("step", "is_share")
 
 
 class Figure(NamedTuple):
@@ -75,7 +75,7 @@ UNKNOWN = Metrics()
 
 
 def metrics_of(record: Mapping[str, Any], directions: Mapping[str, Direction]) -> Metrics:
-    """Return the figures of a record, of which the names are those of `directions`."""
+    """Return the figures that `directions` names, with their values in a record."""
     return Metrics(
         {name: Figure(name, record.get(name), better) for name, better in directions.items()}
     )

@@ -197,7 +197,7 @@ def task_of(facts: Record) -> TaskFacts:
 
 
 class Sink(Protocol):
-    """What records are passed to as they are made, such as a display."""
+    """A receiver of records as they are written, such as a display."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Show a record, or a "phase", which is not recorded."""

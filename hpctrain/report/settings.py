@@ -1,6 +1,6 @@
 """Read what a run was begun with: its settings, ``config.toml``, and its plan, ``plan.json``.
 
-Commands word the error each for what they were about to do.
+Each command words the error for what it was about to do.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def read_trainings(folder: Path, networks: list[SweepNetwork], retry: bool) -> l
 
 
 class Driver:
-    """The networks of a sweep: those that are trained in its slots, and those that wait."""
+    """The networks of a sweep: those in training in its slots, and those that wait."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class Driver:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a network is trained, or one that waits may begin."""
+        """Whether a network is in training, or one that waits may begin."""
         return bool(self.running or (self.waiting and not self.ending))
 
     @property
@@ -352,7 +352,7 @@ class Driver:
             say(f"{'  '.join(training.row())}  ({final} of {len(self.trainings)})")
 
     def end_running(self) -> None:
-        """Ask the networks that are trained to stop, or to save and end, if the sweep ends."""
+        """Ask the networks in training to stop, or to save and end, if the sweep ends."""
         for training in self.running:
             if self.is_preempted:
                 training.launched.notify()
@@ -374,7 +374,7 @@ class Driver:
             say(f"{training.network.name} begins in slot {slot.number} ({slot})")
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return what is shown of the networks that are trained."""
+        """Return the rows of a table of the networks in training."""
         for training in self.running:
             training.history.follow()
         return [

@@ -251,7 +251,7 @@ class WatchedRuns:
                     raise
             folders += find.sweep_runs(folder)
         self.all = {str(path): self.all.get(str(path)) or WatchedRun(path) for path in folders}
-        places = [Path(key).absolute() for key in self.all]  # of a link its own
+        places = [Path(key).absolute() for key in self.all]  # a link keeps its name
         names = find.distinct_names(places)
         for run, name in zip(self.all.values(), names, strict=True):
             run.name = name

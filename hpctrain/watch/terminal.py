@@ -101,7 +101,7 @@ def read_keys(seconds: float) -> list[str]:
 
 
 class Screen:
-    """What is shown of all runs, and of the one that is chosen."""
+    """The table of all runs, and the details of the chosen one."""
 
     def __init__(self, runs: WatchedRuns, console: Console) -> None:
         self.console = console
