@@ -43,7 +43,7 @@ from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import import_own
 from hpctrain.tasks.mistakes import Answer, Mistakes
 from hpctrain.tasks.tally import OwnFigures, Tally, find_tally
-from hpctrain.tasks.task import Captioned, Task
+from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import brief, say
 from hpctrain.torch_errors import explain_errors
 from hpctrain.watchdog import started
@@ -328,22 +328,22 @@ def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split) -> N
     say("\n".join([*lines, last]))
 
 
-def draw_answers(path: Path, source: ImageSource, captioned: Sequence[Captioned]) -> list[str]:
+def draw_answers(path: Path, source: ImageSource, captions: Sequence[Caption]) -> list[str]:
     """Write a picture of images of `source`, as they are stored, each above its caption.
 
     A caption is the image's name and the lines of its answer, of which the last two are red if it
     is wrong. Returns the captions, one line for each image.
     """
-    rows = np.array([image.row for image in captioned])
+    rows = np.array([caption.row for caption in captions])
     images = np.empty((len(rows), *source.image_shape), source.dtype)
     source.gather(rows, images, bad=Bad())
     images = unit_values(images, source.divisor)
     names = [source.source_of(row) or f"row {row}" for row in rows.tolist()]
-    captions = [(name, *image.lines) for name, image in zip(names, captioned, strict=True)]
-    short = [(PurePath(name).name, *lines) for name, *lines in captions]
-    wrong = [number for number, image in enumerate(captioned) if image.is_wrong]
+    texts = [(name, *caption.lines) for name, caption in zip(names, captions, strict=True)]
+    short = [(PurePath(name).name, *lines) for name, *lines in texts]
+    wrong = [number for number, caption in enumerate(captions) if caption.is_wrong]
     results.write_image(path, results.draw_captioned(images, short, wrong))
-    return [", ".join(caption) for caption in captions]
+    return [", ".join(lines) for lines in texts]
 
 
 def picture_path(output: str | None, default: Path) -> Path:

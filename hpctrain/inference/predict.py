@@ -34,7 +34,7 @@ from hpctrain.inference.trained import (
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_table, write_image
 from hpctrain.tasks.tally import Block
-from hpctrain.tasks.task import Captioned, Task
+from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import MOST_NAMED, listed, printable, say
 from hpctrain.watchdog import started, waiting
 
@@ -73,7 +73,7 @@ def write_table(
     blocks = inference.blocks(total)
     drawn = random.Random(0).sample(range(total), min(config.figure, total))
     bad = Bad()
-    captions = list[Captioned]()
+    captions = list[Caption]()
     names: dict[str, Callable[[int], str]] = {"file": source.source_of}  # columns of an image
     target: list[str] = []
     if isinstance(source, Split):

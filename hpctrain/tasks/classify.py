@@ -16,7 +16,7 @@ from hpctrain.report.results import answer_columns
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.mistakes import Answer, Mistakes, answers_of
 from hpctrain.tasks.tally import Block, Tally, find_tally, two_sums
-from hpctrain.tasks.task import Captioned, Task
+from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import brief, listed
 
 
@@ -125,7 +125,7 @@ class Classify(Task):
         tallies = [*super().tallies(), Confusion(self.classes)]
         return [*tallies, Mistakes(mistakes)] if mistakes else tallies
 
-    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
+    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Caption], int]:
         tally = find_tally(tallies, Mistakes)
         if tally is None:
             return super().mistakes(tallies)
@@ -163,14 +163,14 @@ class Classify(Task):
     def target_text(self, target: Any) -> str:
         return answer_columns(self.classes)[target]
 
-    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Captioned]:
+    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Caption]:
         predicted = answers.argmax(1)
         return [*map(self.caption, answers_of(block, predicted, answers.max(1), chosen))]
 
-    def caption(self, answer: Answer) -> Captioned:
+    def caption(self, answer: Answer) -> Caption:
         """Return the true class, if it is known, the predicted one and its probability."""
         lines = [f"answer: {self.classes[answer.prediction]}", f"{100 * answer.probability:.1f} %"]
         if answer.label is not None:
             lines.insert(0, f"true: {self.classes[answer.label]}")
         is_wrong = answer.label not in (None, answer.prediction)
-        return Captioned(answer.row, tuple(lines), is_wrong)
+        return Caption(answer.row, tuple(lines), is_wrong)

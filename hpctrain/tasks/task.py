@@ -35,11 +35,11 @@ from hpctrain.tasks.tally import Block, Means, OwnFigures, Tally, two_sums
 ShardSums = dict[str, Tensor]
 
 
-class Captioned(NamedTuple):
-    """An image of a picture of answers."""
+class Caption(NamedTuple):
+    """The caption of an image in a picture of answers."""
 
     row: int  # of the split, or of the list of files
-    lines: tuple[str, ...]  # of the caption, below the image's name
+    lines: tuple[str, ...]  # below the image's name
     is_wrong: bool  # the last two lines are red
 
 
@@ -204,7 +204,7 @@ class Task(ABC):
         figures = compute_metric(self.metric, outputs, targets)
         return {name: values_and_weights.sum(1) for name, values_and_weights in figures.items()}
 
-    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Captioned], int]:
+    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Caption], int]:
         """Return captions of the worst answers in merged tallies, and how many are wrong.
 
         There are none by default (`has_mistakes`).
@@ -237,13 +237,13 @@ class Task(ABC):
         """Return the target of a sample, as it is stored, as text."""
         return str(target)
 
-    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Captioned]:
+    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Caption]:
         """Return captions of the `chosen` images (n,) bool of a block with these answers (n, K)."""
         captions = []
         for row, answer in zip(block.rows[chosen].tolist(), answers[chosen], strict=True):
             cells = zip(self.columns(), self.cells(answer), strict=True)
             lines = tuple(f"{column}: {cell}" for column, cell in cells)
-            captions.append(Captioned(row, lines, is_wrong=False))
+            captions.append(Caption(row, lines, is_wrong=False))
         return captions
 
     # Its functions of the user's own
