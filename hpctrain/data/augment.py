@@ -26,7 +26,7 @@ class Augmentation(NamedTuple):
     shift: int = 0  # pixels
 
 
-NOTHING = Augmentation()
+NO_AUGMENTATION = Augmentation()
 
 
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:

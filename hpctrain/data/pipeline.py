@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hpctrain.data.augment import NOTHING, Augmentation, augment, normalize, to_input
+from hpctrain.data.augment import NO_AUGMENTATION, Augmentation, augment, normalize, to_input
 from hpctrain.data.partition import random_key
 
 # images (n, C, H, W) in [0, 1] and the key of the batch -> others of the same shape and dtype
@@ -39,7 +39,7 @@ class Pipeline:
     dtype: torch.dtype = torch.float32  # of inputs
     channels_last: bool = True  # whether inputs lie in memory as NHWC
     normalization: Sequence[Tensor | Sequence[float]] | None = None  # mean and std, (C,) each
-    augmentation: Augmentation = NOTHING
+    augmentation: Augmentation = NO_AUGMENTATION
     transform: Transform | None = None
     stage: Stage | None = None
     _mean: Tensor | None = field(init=False, default=None)  # (C,) on the device
@@ -77,4 +77,4 @@ class Pipeline:
 
     def plain(self) -> Pipeline:
         """Return the pipeline of an evaluation: without augmentation, the user's own among it."""
-        return replace(self, augmentation=NOTHING, transform=None)
+        return replace(self, augmentation=NO_AUGMENTATION, transform=None)

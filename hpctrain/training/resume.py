@@ -27,7 +27,7 @@ from hpctrain.text import counted, ranges
 from hpctrain.training.checkpoint import Checkpoint, find_best, has_best, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.state import NOTHING, Progress, Run, read_on_all
+from hpctrain.training.state import START, Progress, Run, read_on_all
 
 
 class PreviousLaunch(NamedTuple):
@@ -189,7 +189,7 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
     best = find_best(earlier.folder, state.best.step)
     if state.best.step and not on_root(run.comm, has_best, best, checkpoint.best):
         notes.append(f"{best} is gone: the best of what follows is kept")
-        state.best = NOTHING
+        state.best = START
     return notes
 
 

@@ -61,7 +61,7 @@ class Reached(NamedTuple):
         return math.inf if loss is None else loss
 
 
-NOTHING = Reached(0, 0, {})
+START = Reached(0, 0, {})
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Progress:
     reason: str | None = None  # for a run that was stopped or is done early
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
-    best: Reached = NOTHING  # the smallest loss of all validations
+    best: Reached = START  # the smallest loss of all validations
     waited: int = 0  # validations since the best one
     sums: dict[str, float] = field(default_factory=dict)  # of the steps of this epoch, by name
     final: Reached | None = None  # the network that was chosen: no more checkpoints are written
