@@ -34,7 +34,7 @@ from hpctrain.training.network import use_network_of_init
 from hpctrain.training.resume import PreviousLaunch, find_previous_launch, restore
 from hpctrain.training.setup import set_up
 from hpctrain.training.state import CannotContinue, NonFinite, Run
-from hpctrain.training.validate import choose_network, save_network, test, validate
+from hpctrain.training.validate import choose_network, save_network, test_network, validate
 from hpctrain.watchdog import current, doing, started, waiting
 
 SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
@@ -96,7 +96,7 @@ def run_training(
             run.folder = on_root(comm, open_run_folder, run, earlier)
         else:
             run.folder = on_root(comm, make_run_folder, run, lock)
-        mine = run.folder if comm.rank == 0 else None
+        folder_of_root = run.folder if comm.rank == 0 else None
         first = run.progress.step
         best = earlier.checkpoint.best if earlier and earlier.checkpoint else ""
         with on_all(comm):
@@ -105,10 +105,10 @@ def run_training(
         file = f"traceback-{comm.rank}.txt"  # of each rank: code of the user's own may fail on one
         stack.enter_context(tracebacks_in(run.folder / file))
         stack.enter_context(together(comm))
-        record = open_recorder(mine, config.progress, config.tensorboard, first)
+        record = open_recorder(folder_of_root, config.progress, config.tensorboard, first)
         run.recorder = stack.enter_context(record)
-        run.control = stack.enter_context(Control(mine, deadline, on_evaluation))
-        writer = Writer(mine, config.checkpoint_every, config.keep_checkpoints, best)
+        run.control = stack.enter_context(Control(folder_of_root, deadline, on_evaluation))
+        writer = Writer(folder_of_root, config.checkpoint_every, config.keep_checkpoints, best)
         run.writer = stack.enter_context(writer)
         describe_run(run)
         try:
@@ -201,7 +201,7 @@ def finish(run: Run, first: int, again: bool) -> TrainingResult:
     if state.ended != Status.PREEMPTED:
         choose_network(run)
         on_root(comm, save_network, run)  # before anything else can fail
-        tests = test(run) if run.config.test else {}
+        tests = test_network(run) if run.config.test else {}
     if state.ended == Status.PREEMPTED:
         signals = filter(None, allgather(comm, run.control.preempted_by()))
         why = f"{next(signals, 'a signal')}; saved"

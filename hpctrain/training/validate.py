@@ -43,7 +43,7 @@ def validate(run: Run) -> None:
     state = run.progress
     patience = run.plan.patience
     run.compare_ranks()
-    if (result := evaluation(run, "validation")) is None:
+    if (result := evaluate_split(run, "validation")) is None:
         return
     state.validated = state.step
     if result.loss < state.best.validation_loss:
@@ -110,7 +110,7 @@ def save_network(run: Run) -> None:
         save_model(run.folder / NETWORK_FILE, run.trainer.model, network_metadata(run))
 
 
-def evaluation(run: Run, split: str) -> Evaluation | None:
+def evaluate_split(run: Run, split: str) -> Evaluation | None:
     """Evaluate one split and record the result; None if the run is preempted first. Collective.
 
     Raises CannotContinue if samples cannot be read or are not finite.
@@ -160,7 +160,7 @@ def evaluated_network(run: Run) -> AbstractContextManager[None]:
     return nullcontext() if run.progress.final else run.trainer.averaged()
 
 
-def test(run: Run) -> dict[str, float | None]:
+def test_network(run: Run) -> dict[str, float | None]:
     """Evaluate every split that was not used in training. Collective.
 
     Writes the figures, with the confusion matrix, to the run's folder, and returns those by which
@@ -171,7 +171,7 @@ def test(run: Run) -> dict[str, float | None]:
     for split, info in run.pack.splits.items():
         if split in ("train", "validation") or not info.samples:
             continue
-        if (result := evaluation(run, split)) is None:
+        if (result := evaluate_split(run, split)) is None:
             break
         file = evaluation_file(run.folder, split)
         network = run.folder / NETWORK_FILE
