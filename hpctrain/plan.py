@@ -201,7 +201,7 @@ def warmup_epochs(config: Config, growth: float, epochs: int) -> float:
     warmup = 0.0
     if config.warmup_epochs is not None:
         warmup = config.warmup_epochs
-    elif growth > 1 and config.schedule != "one-cycle":  # which has a warm-up of its own
+    elif growth > 1 and config.schedule != "one-cycle":  # one-cycle has a warm-up of its own
         warmup = WARMUP_EPOCHS
     if warmup > epochs:
         raise UsageError(
@@ -241,7 +241,7 @@ def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
 
 def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> int:
     """Return the CPU threads per rank: --threads, else 1 if deterministic, else `allowed`."""
-    if earlier and earlier.threads:  # of a deterministic run
+    if earlier and earlier.threads:  # the run is deterministic
         return earlier.threads
     return config.threads or (1 if config.deterministic else allowed)
 

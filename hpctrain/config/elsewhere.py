@@ -1,4 +1,4 @@
-"""What other programs call the options of ``hpctrain train``: for the error of an unknown option.
+"""Names of options of ``hpctrain train`` in other programs, for the error of an unknown option.
 
 The names are those of PyTorch's examples, torchvision's references, timm's train.py, Lightning,
 Hugging Face's Trainer, Ultralytics and Horovod. "output_last" is ``--output last``. For a name with

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from hpctrain.errors import OwnCodeError, UsageError, did_you_mean, one_line
 from hpctrain.text import brief, listed
 
-FUNCTION_SETTINGS = ("model", "loss", "augment", "metric")  # which may name one
+FUNCTION_SETTINGS = ("model", "loss", "augment", "metric")  # settings that may name a function
 PACKAGE = str(Path(__file__).parents[1])
 NOT_NAMED = re.compile(f"{re.escape(PACKAGE)}|.*importlib")  # files
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")

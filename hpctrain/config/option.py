@@ -62,7 +62,7 @@ class Settings:
     """Base class of the settings of all subcommands, each of which becomes a frozen dataclass."""
 
     usage: ClassVar[str] = ""  # arguments in the first line of the help
-    elsewhere: ClassVar[Mapping[str, str]] = {}  # what other programs call options
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # options by their names in other programs
     trust_flag: ClassVar[bool] = False  # whether --trust-code is a flag and not a setting
     exclude: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # pairs of options, and why
     #: By name: bool, int, float, str, a subclass of Value, or tuple (of texts), and the choices

@@ -22,7 +22,7 @@ MAX_SIDE = 2**14  # pixels, of a decoded image
 class Value:
     """Base class of numbers and tuples that are parsed from a text."""
 
-    advice: ClassVar[str]  # what to give
+    advice: ClassVar[str]  # values that can be given, for errors
     parse: ClassVar[Any]  # a function that returns the number or the tuple, or raises ValueError
     text: str  # as it was given
 

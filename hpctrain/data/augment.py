@@ -39,7 +39,7 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
     flip, shift = augmentation
     if rows == 0 or not (flip or shift):
         return images
-    if images.dtype == torch.uint16:  # which torch does not flip on a CPU
+    if images.dtype == torch.uint16:  # torch does not flip it on a CPU
         return augment(images.view(torch.int16), augmentation, key).view(torch.uint16)
     # Always draw both, so that turning one off does not change the numbers of the other.
     generator = torch.Generator().manual_seed(key)
@@ -97,7 +97,8 @@ def to_input(
     )
     if divisor is None:
         divisor = FULL.get(str(images.dtype).removeprefix("torch."), 1.0)
-    scale = offset = None
+    scale = None
+    offset = None
     if mean is not None and std is not None:
         scale, offset = _scale_and_offset(mean, std, divisor, values, channels_last)
     permuted = images.permute(0, 3, 1, 2)  # (n, C, H, W)

@@ -46,19 +46,19 @@ TYPES = (*FULL, *FLOATS)  # little endian
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
 USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
 USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
-CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # of netCDF
+CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # attributes of netCDF
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20
 
 
 class Content(NamedTuple):
-    """What an external file holds, by split; the first is train."""
+    """The content of an external file, by split; the first is train."""
 
     infos: dict[str, SplitInfo]
     labels: dict[str, np.ndarray]  # (N,), as stored
     layout: str
-    sizes: dict[str, int]  # of all files that hold the data, by path
+    sizes: dict[str, int]  # bytes of all files that hold the data, by path
     notes: list[str]
 
 
@@ -90,7 +90,7 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     }
     splits: dict[str, SplitInfo] = {}
     divided_by = pack.scale.divisor if pack.scale.is_divided else 0.0
-    identity = [content.layout, divided_by, how.labels]  # of the content, not of the path
+    identity = [content.layout, divided_by, how.labels]  # describes the content, not the path
     for split, info in content.infos.items():
         if scales[split].is_unlike(scales[train]):
             content.notes.append(f"{split} has {scales[split]}, and train {scales[train]}")
@@ -296,7 +296,7 @@ def read_all_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
             )
         values = values.argmax(axis=1)
     values = one_each(values, name, samples)
-    with np.errstate(invalid="ignore"):  # of NaN
+    with np.errstate(invalid="ignore"):  # NaN is refused below
         labels = np.array(values.astype(np.int64))
     whole = (labels == values) & (values.dtype.kind != "f" or np.abs(values) < 2**53)
     if not whole.all():

@@ -40,7 +40,7 @@ DEVELOP = "develop it to JPEG or PNG"
 EXTRACT = "extract its frames as PNG or JPEG"
 ARRAYS = "write its values into an HDF5 file"
 FETCH = "fetch the image itself"
-MARKUP = rb"(\xef\xbb\xbf)?\s*"  # what may stand before it
+MARKUP = rb"(\xef\xbb\xbf)?\s*"  # a byte-order mark and white space may come first
 UNPACK = "unpack it, and give the folder"
 FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "HEIC", CONVERT),

@@ -23,8 +23,8 @@ from hpctrain.text import listed
 with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # registers its filters: Blosc, Zstandard, Bitshuffle, ...
 
-CACHE_BYTES = 64 << 20  # of HDF5's chunk cache, which holds all chunks of some rows
-SLOTS = 10007  # of this cache
+CACHE_BYTES = 64 << 20  # size of HDF5's chunk cache, which holds all chunks of some rows
+SLOTS = 10007  # hash slots of this cache
 
 
 class Unusable(Exception):
@@ -41,7 +41,7 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
         raise
     except Unusable as error:
         raise UsageError(f"{path}: {error}") from None
-    except Exception as error:  # of many types, for corrupt metadata
+    except Exception as error:  # corrupt metadata raise many types
         reason = first_line(error)
         if isinstance(error, OSError) and error.errno:
             reason = os.strerror(error.errno)
@@ -237,7 +237,7 @@ class Hdf5Rows:
     def _read_run(self, start: int, stop: int) -> np.ndarray:
         try:
             return np.asarray(self._data[start:stop])
-        except Exception as error:  # of many types, from HDF5 and h5py
+        except Exception as error:  # HDF5 and h5py raise many types
             self._check_unchanged()
             if stop - start > 1:
                 for row in range(start, stop):

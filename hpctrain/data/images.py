@@ -53,7 +53,7 @@ from hpctrain.data.formats import (
 from hpctrain.errors import first_line
 from hpctrain.text import counted
 
-QUALITY = 95  # of images converted to JPEG
+QUALITY = 95  # JPEG quality of images that are converted
 REACH = 2  # scaled decoding keeps at least this many times the requested size
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 TURNS = {
@@ -65,7 +65,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-TRIES = 10  # of a random crop
+TRIES = 10  # to draw a random crop
 NUMBERS = 2 * TRIES + 2  # area and ratio of each try, and the position
 MIN_RATIO = 3 / 4
 MAX_RATIO = 4 / 3
@@ -99,7 +99,7 @@ class Fit(NamedTuple):
 
 
 class Change(IntEnum):
-    """What decoding changes in a picture, or leaves out: one bit each; CHANGES says it."""
+    """Changes that decoding makes to a picture, one bit each; CHANGES describes them."""
 
     STRETCHED = 1 << 0
     CROPPED = 1 << 1
@@ -151,11 +151,11 @@ LOSSES = {  # those that `predict` names
 
 @dataclass(slots=True)
 class Changes:
-    """What was changed in one picture."""
+    """The changes that were made to one picture."""
 
-    kinds: int = 0  # of Change
+    kinds: int = 0  # bits of Change
     largest: int = 0  # value of more than 8 bits, in [0, 65535]
-    frames: int = 0  # of a file with several
+    frames: int = 0  # how many a file has, if several
 
     def add(self, other: Changes) -> None:
         """Add what was changed in an earlier step."""

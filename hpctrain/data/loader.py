@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 AHEAD = 3  # steps that are prefetched
 HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
-PIECE_ROWS = 1 << 14  # of what is kept in memory: read at a time, as each takes 100 bytes more then
+PIECE_ROWS = 1 << 14  # kept samples read at a time: each takes 100 bytes more then
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -173,7 +173,7 @@ class Loader:
         self._following: tuple[int, int] | None = None
         self._thread = make_pool(1, "windows")
         self._windows: dict[tuple[int, int, int], Future[np.ndarray]] = {}
-        self._bad = Bad()  # of all samples that were read
+        self._bad = Bad()  # unusable ones among all samples that were read
         count = sum(self.partition.shares[j] for j in shards)
         self._upload = Upload((count, *split.image_shape), split.dtype, options.device)
 

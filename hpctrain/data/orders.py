@@ -1,4 +1,4 @@
-"""Which split a sample is in, and the orders in which shards read a split: functions of a seed.
+"""Assign samples to splits, and order those that shards read: functions of a seed.
 
 Splits are stratified: each class is divided by the shares with the largest remainder method, so its
 counts are exact. The orders are functions of (seed, epoch, shard), too:

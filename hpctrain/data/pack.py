@@ -48,7 +48,7 @@ ALIASES = {  # common names of splits
 SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
 HASHED = 1 << 20  # checksums that are read at a time
 MOST_CHANNELS = 4  # that are usual
-LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) or (N, H, W)
+LAYOUTS = {  # axes of images in an external file -> which of them is N, H, W and, if any, C
     "NHWC": (0, 1, 2, 3),
     "NCHW": (0, 2, 3, 1),
     "NHW": (0, 1, 2),
@@ -60,20 +60,23 @@ LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) 
 class SplitInfo(NamedTuple):
     """The samples of a split: where they are stored."""
 
-    path: str  # of the file with all these arrays
+    path: str  # the file with all these arrays
     samples: int
     images: Stored  # pixels, or the bytes of JPEG files
     labels: Stored | np.ndarray  # an array (N,): of an external file
     crc32: Stored | None = None
-    offsets: Stored | None = None  # of JPEG files
+    offsets: Stored | None = None  # in a pack of JPEG files
     names: Stored | None = None  # bytes
     name_offsets: Stored | None = None
     rows: np.ndarray | None = None  # (N,) of `images`, in the order of the split; None = all
-    probe: int | None = None  # of an external file: CRC-32 of `Split.read_probe`
+    probe: int | None = None  # CRC-32 of `Split.read_probe`, in an external file
 
 
 class External(NamedTuple):
-    """What to read of an HDF5 file of another program, and how. It is saved with networks."""
+    """How an HDF5 file of another program is read: its datasets, layout, splits and scale.
+
+    It is saved with networks.
+    """
 
     images: str  # path of a dataset; may contain "{split}": then each split has its own
     labels: str
@@ -87,23 +90,23 @@ class External(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """What is known of a pack, or of an external HDF5 file (without mean and std)."""
+    """A description of a pack, or of an external HDF5 file (without mean and std)."""
 
     path: str
     uuid: str
     image_shape: tuple[int, int, int]  # (H, W, C)
     classes: tuple[str, ...]
     splits: dict[str, SplitInfo]
-    sizes: dict[str, int]  # of all files, in bytes, by path
+    sizes: dict[str, int]  # bytes of all files, by path
     mean: tuple[float, ...] = ()  # (C,) of train, in [0, 1]
     std: tuple[float, ...] = ()  # (C,)
     provenance: dict[str, Any] = field(default_factory=dict)
-    identity: Stored | None = None  # of a pack: the UUID in the file
-    fit: str = ""  # of a pack of JPEG files: stretch or crop
-    layout: str = "NHWC"  # of stored images: one of LAYOUTS
+    identity: Stored | None = None  # the UUID in the file of a pack
+    fit: str = ""  # in a pack of JPEG files: stretch or crop
+    layout: str = "NHWC"  # axes of stored images: one of LAYOUTS
     scale: Scale = BYTES
     block_rows: int = 0  # samples that lie together in an external file; 0 = in random order
-    external: dict[str, Any] | None = None  # of an external file: the fields of `External`
+    external: dict[str, Any] | None = None  # the fields of `External`, for an external file
     staged: bool = False  # whether this is a copy on the host's own disk (``staging.py``)
 
     @property
@@ -262,5 +265,5 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
     try:
         with h5py.File(path, "r", locking=False) as file:
             return bool(file.attrs.get("format") == FORMAT.encode())
-    except Exception:  # of many types, for corrupt metadata
+    except Exception:  # corrupt metadata raise many types
         return False

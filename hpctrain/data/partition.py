@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 
 from hpctrain.errors import UsageError
 
-READ_BYTES = 4 << 20  # of consecutive samples that are read at once if the order allows it
+READ_BYTES = 4 << 20  # consecutive samples read at once, if the order allows it
 
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Pipeline:
     """Makes a network's inputs and targets of stored images and their targets."""
 
     device: torch.device | str = "cpu"
-    dtype: torch.dtype = torch.float32  # of inputs
+    dtype: torch.dtype = torch.float32  # dtype of inputs
     channels_last: bool = True  # whether inputs lie in memory as NHWC
     normalization: Sequence[Tensor | Sequence[float]] | None = None  # mean and std, (C,) each
     augmentation: Augmentation = NO_AUGMENTATION

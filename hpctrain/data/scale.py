@@ -18,7 +18,7 @@ from hpctrain.errors import UsageError
 FULL = {"uint8": 255.0, "uint16": 65535.0}  # largest value of a type
 FLOATS = ("float16", "float32", "float64")
 DARK = 16.0  # with larger floats in the training, those in [0, 1] were divided by something
-ROUNDING = 1e-3  # of float16
+ROUNDING = 1e-3  # allowed for float16
 UNLIKE = 4.0  # ratio of largest values that is noted
 FAR = 8.0  # how many times larger than in the training stored values may be; 16 bits of 12 are 16
 
@@ -199,4 +199,4 @@ class Scale(NamedTuple):
         raise UsageError(f"{text}: give {usable}")
 
 
-BYTES = Scale()  # of a pack
+BYTES = Scale()  # the scale of a pack

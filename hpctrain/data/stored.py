@@ -26,8 +26,8 @@ class Stored(NamedTuple):
     dataset: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int = 0  # of its first byte; 0: chunked, compact, virtual or external storage
-    chunk_rows: int = 0  # of a chunk; 0 = there are none
+    offset: int = 0  # position of its first byte; 0: chunked, compact, virtual or external storage
+    chunk_rows: int = 0  # rows of a chunk; 0 = there are none
 
     @property
     def row_bytes(self) -> int:
@@ -96,7 +96,7 @@ class File:
 
     def read_ahead(self, offset: int, size: int) -> None:
         """Ask the kernel for bytes that are read soon, without waiting for them."""
-        with suppress(OSError):  # of a file system that cannot do it
+        with suppress(OSError):  # some file systems cannot do it
             for start in range(offset, offset + size, READ_AHEAD):
                 part = min(READ_AHEAD, offset + size - start)
                 os.posix_fadvise(self._descriptor, start, part, os.POSIX_FADV_WILLNEED)

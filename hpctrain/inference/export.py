@@ -41,7 +41,7 @@ OF_NETWORK = ("hpctrain", "model", "task", "image_shape", "classes", "run", "ste
 KEPT = (*OF_NETWORK, "mean", "std", "scale")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
-TOLERANCE = 1e-4  # of the largest output, or of 1 if that is smaller
+TOLERANCE = 1e-4  # relative to the largest output, or to 1 if that is smaller
 
 
 class Preprocess(nn.Module):
@@ -83,7 +83,7 @@ def main(config: ExportConfig) -> int:
     images = draw_images(network.scale, shape, torch.Generator().manual_seed(0))
     pipeline = network.inference.pipeline
     inputs = pipeline.inputs(images, divisor=network.scale.divisor).contiguous()
-    logging.disable(logging.WARNING)  # of torch's exporter
+    logging.disable(logging.WARNING)  # torch's exporter warns a lot
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
             metadata = {key: network.metadata[key] for key in KEPT}

@@ -36,7 +36,7 @@ from hpctrain.tasks.task import Task
 from hpctrain.text import say
 from hpctrain.watchdog import doing
 
-Key = TypeVar("Key")  # of what is computed of a block
+Key = TypeVar("Key")  # names one result of a block
 
 
 def find_model(target: str, runs_dir: str, best: bool = False) -> Path:
@@ -100,7 +100,7 @@ class Inference(NamedTuple):
     model: nn.Module
     task: Task
     pipeline: Pipeline  # without augmentation
-    rows: int  # of a block: images that pass through the network at a time
+    rows: int  # images of a block, which pass through the network at a time
 
     def blocks(self, samples: int) -> int:
         """Return the number of blocks of so many samples."""

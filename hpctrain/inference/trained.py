@@ -70,7 +70,7 @@ def load(
     return TrainedNetwork(path, torch.device(device), trust_code)
 
 
-NUMBERS = (float, int)  # of JSON
+NUMBERS = (float, int)  # types of a number in JSON
 #: Types of what a file of weights must say of its network; None stands for null.
 METADATA: dict[str, tuple[type | None, ...]] = {
     **dict.fromkeys(("model", "task", "precision", "pack"), (str,)),
@@ -134,7 +134,7 @@ class TrainedNetwork:
         self.model: nn.Module = move_model(model.eval(), device, channels_last)  # plain torch
         self.classes: tuple[str, ...] = classes
         self.image_shape: tuple[int, int, int] = shape  # (H, W, C)
-        self.scale: Scale = scale  # of the training's images
+        self.scale: Scale = scale  # how the images of the training were scaled
         #: All that the file holds: names of the network and the pack, step, figures and so on.
         self.metadata: dict[str, Any] = metadata
         self.decoders: int | None = None  # threads that decode files; None: as `Split` does
@@ -292,7 +292,7 @@ class Images:
             else:
                 self.dtype = np.dtype(np.float32)
         self.are_files = any(isinstance(image, Path) for image in images)
-        self._kinds = np.zeros(len(images), np.uint32)  # of Change, once they are read
+        self._kinds = np.zeros(len(images), np.uint32)  # bits of Change, once images are read
         self._lows = np.zeros(len(images), np.float32)  # smallest values, in the network's scale
         self._highs = np.zeros(len(images), np.float32)
         self._had_16_bits = (  # in `pack`, which has compared their values
@@ -428,7 +428,7 @@ def to_numpy(images: Any) -> np.ndarray:
         raise UsageError("a masked array: fill the masked values, as in images.filled(0)")
     try:
         return np.asarray(images)
-    except Exception as error:  # of many types: of torch, for tensors that are not on the CPU
+    except Exception as error:  # torch raises others for tensors that are not on the CPU
         raise UsageError(f"images that are no array of NumPy: {first_line(error)}") from None
 
 

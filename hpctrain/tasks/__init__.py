@@ -1,1 +1,1 @@
-"""What a network learns: a module for each task."""
+"""Tasks that a network can learn, a module each."""

@@ -61,7 +61,7 @@ class Denoise(Task):
         return F.mse_loss(outputs, targets, reduction="sum") / targets[0].numel()
 
     def step_figures(self, sums: Mapping[str, float], rows: float) -> dict[str, float | None]:
-        return {"accuracy": None}  # which the chain of figures holds
+        return {"accuracy": None}  # the chain of figures holds it as null
 
     # Evaluating
 

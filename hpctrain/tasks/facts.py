@@ -1,4 +1,4 @@
-"""What is known of each task before its data are: what it does, its defaults, its figures.
+"""Facts of each task that do not depend on data: its purpose, its defaults, its figures.
 
 The help, the plan and the readers of records use this table. It imports nothing, so that they need
 no torch. ``tasks/NAME.py`` computes what a task learns, and is imported on use.
@@ -18,14 +18,14 @@ NO_CLASSES = "its loss knows no classes"
 class TaskFacts(NamedTuple):
     """Defaults and figures of a task; its name is that of its module."""
 
-    help: str  # what is learned, for the help: "learn the class of an image"
-    use: str  # what a network does, for errors: "this network classifies images"
-    answered: str  # what it has done: "5 images classified"
-    figures: dict[str, Direction]  # of records; runs are ranked by the first one
-    loss: str  # its name
+    help: str  # purpose, for the help: "learn the class of an image"
+    use: str  # verb and object, for errors: "this network classifies images"
+    answered: str  # participle, for reports: "5 images classified"
+    figures: dict[str, Direction]  # in records; runs are ranked by the first one
+    loss: str  # name of its loss
     more: tuple[str, ...] = ()  # further figures of evaluations
-    settings: tuple[tuple[str, type], ...] = ()  # of its own, which a network's file holds
-    model: str = ""  # of --model auto; "" = by the size of the images
+    settings: tuple[tuple[str, type], ...] = ()  # its own, held by a network's file
+    model: str = ""  # for --model auto; "" = by the size of the images
     optimizer: str = "sgdm"
     epochs: int | None = None  # None = by the network
     batch_size: int = 128

@@ -42,7 +42,7 @@ def explain_network(
     except (Failure, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        network = getattr(model, "_orig_mod", model)  # of torch.compile
+        network = getattr(model, "_orig_mod", model)  # torch.compile wraps it
         if type(network).__module__.startswith("hpctrain.") or is_of_device(error):
             raise
         text = f"the network {failed} in {mode_of(model)} mode on {counted(n, 'image')}"

@@ -20,7 +20,9 @@ from hpctrain.numerics import fork_rng, seed_torch
 from hpctrain.tasks.facts import all_figures
 
 RESERVED = {"", "rows", *all_figures()}  # names that no figure of the user's own has
-RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a sample's value in a part of a batch: kernels round otherwise
+# Tolerances of a sample's value in a part of a batch, for which kernels round otherwise
+RELATIVE = 1e-3
+ABSOLUTE = 1e-5
 
 
 def import_own(name: str | None, flag: str) -> Imported | None:

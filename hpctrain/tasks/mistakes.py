@@ -1,4 +1,4 @@
-"""The wrong answers of a classifier of which it was most confident."""
+"""The most confident wrong answers of a classifier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Answer(NamedTuple):
     """The network's answer to one image."""
 
-    row: int  # of the split, or of the list of files
+    row: int  # in the split, or in the list of files
     label: int | None  # true class, if known
     prediction: int  # class with the largest probability
     probability: float

@@ -30,22 +30,22 @@ from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
 from hpctrain.tasks.tally import Block, Means, OwnFigures, Tally, two_sums
 
-# What a step adds up of a shard, () each on the device: "loss", the sum of the samples' losses;
-# "weight", that of their weights, if they have any; and the task's own sums
+# Sums of a shard, () each on the device: "loss", that of the samples' losses; "weight", that of
+# their weights, if they have any; and the task's own
 ShardSums = dict[str, Tensor]
 
 
 class Caption(NamedTuple):
     """The caption of an image in a picture of answers."""
 
-    row: int  # of the split, or of the list of files
+    row: int  # in the split, or in the list of files
     lines: tuple[str, ...]  # below the image's name
     is_wrong: bool  # the last two lines are red
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What a network learns from samples: the base class of all tasks.
+    """Base class of all tasks: a task defines what a network learns from samples.
 
     Outputs are those of the network for inputs (n, C, H, W), and targets what `stage` returns.
     """

@@ -57,10 +57,13 @@ class Control:
         # By a clock of which the time in which a job is suspended does not count.
         self._deadline = ends - time.time() + running_time() if folder and ends else None
         self._on_evaluation = on_evaluation if folder else None
-        self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
+        # Seconds, as measured
+        self.slowest_step = 0.0
+        self.slowest_evaluation = 0.0
+        self.saving = 0.0
 
     def __enter__(self) -> Control:
-        if threading.current_thread() is threading.main_thread():  # which alone can set one
+        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
             self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 

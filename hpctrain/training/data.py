@@ -37,13 +37,13 @@ SORTED_BYTES = 48  # of a sample while --balanced-sampling sorts samples by clas
 
 
 class TrainingData(NamedTuple):
-    """What a rank reads samples from, and computes on."""
+    """The data and the device of a rank."""
 
     pack: Pack
     train: Split
     device: torch.device
     cores: JobCores
-    threads: int  # of torch
+    threads: int  # CPU threads of torch
     notes: list[str]  # for the user; those that are empty are left out
 
 

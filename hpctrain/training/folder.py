@@ -123,7 +123,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
         "ranks": run.comm.size,
         "hosts": list(run.host.hosts),
-        "host_ranks": run.host.ranks,  # of the host with the fewest cores per rank
+        "host_ranks": run.host.ranks,  # on the host with the fewest cores per rank
         "host_cores": run.host.cores,
         "shards": run.plan.shards,
         "device": run.facts.device,

@@ -38,7 +38,7 @@ class PendingStep(NamedTuple):
     rate: float
     since: Event  # the end of the step before, or of the work that followed it
     began: float  # by running_time
-    reported: Snapshot  # of the reduced message
+    reported: Snapshot  # a copy of the reduced message
     bad: Bad  # samples of this rank that cannot be used, up to this step of the epoch
 
 

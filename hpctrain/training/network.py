@@ -53,9 +53,9 @@ class Network(NamedTuple):
     task: Task
     init: InitialWeights | None
     augment: Imported | None  # function of --augment
-    weights: tuple[float, ...]  # of classes
+    class_weights: tuple[float, ...]  # in the loss; () = all alike
     normalization: Normalization
-    pipeline: Pipeline  # of training
+    pipeline: Pipeline  # for training
     is_nchw: bool  # chosen because NHWC crashes
     notes: list[str]
 
@@ -105,7 +105,7 @@ def make_network(
         task=task,
         init=init,
         augment=augment,
-        weights=weights,
+        class_weights=weights,
         normalization=normalization,
         pipeline=pipeline,
         is_nchw=bool(nchw),

@@ -14,7 +14,7 @@ from hpctrain.models.init import Normalization
 from hpctrain.plan import Plan
 from hpctrain.tasks.facts import FACTS
 
-# Of the ImageNet training images in [0, 1], red, green, blue; published ResNet weights expect them.
+# ImageNet's training images in [0, 1], red, green, blue: published ResNet weights expect these.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 

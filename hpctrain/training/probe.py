@@ -50,7 +50,7 @@ from hpctrain.tasks.task import Task
 from hpctrain.text import listed
 from hpctrain.torch_errors import explain_errors
 
-FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them
+FIRST_ROWS = 32  # rank 0 tests the network and own functions with so many of the training split
 ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number
 COMPARED = 4  # samples beside each other in a pass in which the output for one is compared
 Forward = Callable[[Tensor], Tensor]
@@ -96,7 +96,7 @@ def works_in_nchw(norms: BatchNorms, check: Callable[[], object]) -> bool:
     norms.restore()
     try:
         check()
-    except Exception:  # of the user's code; the first error is the one to show
+    except Exception:  # the user's code may raise any; the first error is the one to show
         return False
     return True
 
@@ -337,7 +337,7 @@ def is_close(first: Tensor, second: Tensor, scale: Tensor) -> bool:
 
 
 class Call(NamedTuple):
-    """What a module got and gave for the sample; None where it cannot be told from others."""
+    """Input and output of a module for the sample; None where it cannot be told from others."""
 
     module: nn.Module
     input: Tensor | None

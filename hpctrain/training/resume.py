@@ -40,7 +40,7 @@ class PreviousLaunch(NamedTuple):
     idle: bool  # it was preempted before its first step
     checkpoint: Checkpoint | None  # the newest intact one; None: the run starts over
     problems: list[str]  # with newer checkpoints, which are skipped, and with the record
-    crash: Outcome | None  # of the last launch, which could not record it
+    crash: Outcome | None  # how the last launch ended, if it could not record it
 
 
 def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None:

@@ -48,7 +48,7 @@ class TrainingResult:
     "planned" (``dry_run``). `exit_code` is that of the command line: 0, or 75 if preempted.
     """
 
-    folder: Path | None  # of the run; None if planned only
+    folder: Path | None  # the run's folder; None with --dry-run
     status: str
     exit_code: int = 0
     step: int = 0  # steps and epochs after which the network was saved
@@ -102,7 +102,7 @@ def run_training(
         with on_all(comm):
             if watchdog := current():
                 watchdog.keep_in(run.folder / HEARTBEATS)
-        file = f"traceback-{comm.rank}.txt"  # of each rank: code of the user's own may fail on one
+        file = f"traceback-{comm.rank}.txt"  # one per rank: code of the user's own may fail on one
         stack.enter_context(tracebacks_in(run.folder / file))
         stack.enter_context(together(comm))
         record = open_recorder(folder_of_root, config.progress, config.tensorboard, first)

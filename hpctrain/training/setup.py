@@ -28,11 +28,11 @@ from hpctrain.training.step import Trainer
 
 
 class Step(NamedTuple):
-    """What updates the network: the plan of its batches, the trainer, and the loader."""
+    """The parts that update the network: the plan of its batches, the trainer, and the loader."""
 
     facts: Facts
     plan: Plan
-    shards: list[range]  # of each rank
+    shards: list[range]  # by rank
     trainer: Trainer
     train: Split  # with --stage that of a copy
     loader: Loader
@@ -90,7 +90,7 @@ def make_step(comm: Comm, data: TrainingData, network: Network, begun: Plan | No
 
     network.norms.start(probe)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the probe took: NCCL and CuPy allocate beside torch
+        torch.cuda.empty_cache()  # memory of the probe: NCCL and CuPy allocate beside torch
     transport = open_transport(comm, device, config.reduce)
     trainer = Trainer(network.norms, network.task, config, plan, transport, shards)
 
@@ -129,7 +129,7 @@ def collect_facts(
         min_samples=probe.min_samples,
         block_rows=pack.block_rows,
         chunk_rows=pack.splits["train"].images.chunk_rows,
-        class_weights=network.weights,
+        class_weights=network.class_weights,
         scaling=network.normalization,
     )
 

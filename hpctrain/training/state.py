@@ -78,7 +78,7 @@ class Progress:
     chain: str = ""  # hash over the figures of all steps and evaluations
     best: Reached = START  # the smallest loss of all validations
     waited: int = 0  # validations since the best one
-    sums: dict[str, float] = field(default_factory=dict)  # of the steps of this epoch, by name
+    sums: dict[str, float] = field(default_factory=dict)  # by name, over the steps of this epoch
     final: Reached | None = None  # the network that was chosen: no more checkpoints are written
 
     @property
@@ -121,13 +121,13 @@ class Run:
     facts: Facts
     plan: Plan
     comm: Comm
-    shards: list[range]  # of each rank
+    shards: list[range]  # by rank
     pack: Pack  # that of --data; with --stage, `splits` read a copy
     splits: dict[str, Split]  # that are open
     task: Task
     trainer: Trainer
     loader: Loader
-    pipeline: Pipeline  # of evaluations
+    pipeline: Pipeline  # for evaluations
     init: InitialWeights | None  # with --init, unless the run is resumed
     host: HostCores  # with the fewest cores per rank
     notes: list[str]  # for the user, on what was chosen

@@ -76,7 +76,7 @@ def network_metadata(run: Run) -> dict[str, Any]:
         "run": run.folder.name,
         "step": reached.step,
         "epoch": reached.epoch,
-        "figures": dict(reached.figures),  # which training changes while they are written
+        "figures": dict(reached.figures),  # a copy: training changes them while they are written
     }
 
 
