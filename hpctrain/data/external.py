@@ -30,7 +30,7 @@ from hpctrain.data.pack import (
     LAYOUTS,
     MOST_CHANNELS,
     SPLITS,
-    External,
+    ExternalOptions,
     Pack,
     SplitInfo,
 )
@@ -62,14 +62,14 @@ class Content(NamedTuple):
     notes: list[str]
 
 
-def read_external(path: str | os.PathLike[str], how: External) -> Pack:
+def read_external(path: str | os.PathLike[str], options: ExternalOptions) -> Pack:
     """Check, split and identify an external file and return it as a `Pack`. Raises UsageError.
 
     Labels are mapped to 0 ... K-1 in ascending order, strings sorted; they name the classes.
     """
     path = os.path.abspath(path)
     with open_hdf5(path) as file:
-        content = read_content(file, how)
+        content = read_content(file, options)
     train = next(iter(content.infos))  # its name, which is "" without given splits
     values = np.unique(content.labels[train])
     check_alike(path, content, train, values)
@@ -78,10 +78,10 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
         content=content,
         train=train,
         values=values,
-        how=how,
+        options=options,
     )
     probes = {
-        split: _probe_images(pack, info, has_max_value=how.max_value is not None)
+        split: _probe_images(pack, info, has_max_value=options.max_value is not None)
         for split, info in content.infos.items()
     }
     scales = {
@@ -90,7 +90,7 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     }
     splits: dict[str, SplitInfo] = {}
     divided_by = pack.scale.divisor if pack.scale.is_divided else 0.0
-    identity = [content.layout, divided_by, how.labels]  # describes the content, not the path
+    identity = [content.layout, divided_by, options.labels]  # describes the content, not the path
     for split, info in content.infos.items():
         if scales[split].is_unlike(scales[train]):
             content.notes.append(f"{split} has {scales[split]}, and train {scales[train]}")
@@ -103,7 +103,7 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
             probes[split].crc32,
         ]
         classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
-        for name, rows in draw_splits(pack, split, classes, how).items():
+        for name, rows in draw_splits(pack, split, classes, options).items():
             splits[name] = info._replace(
                 samples=len(rows),
                 labels=classes[rows],
@@ -136,7 +136,7 @@ def describe_file(
     content: Content,
     train: str,
     values: np.ndarray,
-    how: External,
+    options: ExternalOptions,
 ) -> Pack:
     """Return what is known of a file before its splits are drawn, with train alone.
 
@@ -145,7 +145,7 @@ def describe_file(
     images = content.infos[train].images
     sides = [images.shape[axis] for axis in LAYOUTS[content.layout][1:]]
     height, width, channels = [*sides, 1][:3]
-    block_rows = choose_block_rows(images, len(values), how.block_rows)
+    block_rows = choose_block_rows(images, len(values), options.block_rows)
     return Pack(
         path=path,
         uuid="",
@@ -161,25 +161,25 @@ def describe_file(
         layout=content.layout,
         scale=Scale(
             dtype=images.dtype,
-            divisor=how.max_value or FULL.get(images.dtype, 1.0),
+            divisor=options.max_value or FULL.get(images.dtype, 1.0),
         ),
         block_rows=block_rows,
-        external=how._replace(layout=content.layout, block_rows=block_rows)._asdict(),
+        external=options._replace(layout=content.layout, block_rows=block_rows)._asdict(),
     )
 
 
-def read_content(file: h5py.File, how: External) -> Content:
+def read_content(file: h5py.File, options: ExternalOptions) -> Content:
     """Locate the images of all splits, and read the labels. Raises Unusable."""
     content = Content(
         infos={},
         labels={},
-        layout=how.layout or "",
+        layout=options.layout or "",
         sizes={},
         notes=[],
     )
-    for split, name in find_splits(file, how).items():
-        images = find_dataset(file, how.images.replace("{split}", name))
-        labels = find_dataset(file, how.labels.replace("{split}", name))
+    for split, name in find_splits(file, options).items():
+        images = find_dataset(file, options.images.replace("{split}", name))
+        labels = find_dataset(file, options.labels.replace("{split}", name))
         content = content._replace(layout=choose_layout(images, content.layout))
         stored = locate_dataset(images, content.sizes)
         content.labels[split] = read_all_labels(labels, len(images))
@@ -195,16 +195,18 @@ def read_content(file: h5py.File, how: External) -> Content:
     return content
 
 
-def find_splits(file: h5py.File, how: External) -> dict[str, str]:
+def find_splits(file: h5py.File, options: ExternalOptions) -> dict[str, str]:
     """Return what stands for "{split}" in the file, by split; {"": ""} without it.
 
     Raises Unusable if there are no images of train.
     """
-    before, mark, after = how.images.partition("{split}")
+    before, mark, after = options.images.partition("{split}")
     if not mark:
         return {"": ""}
-    if how.split:
-        raise Unusable(f"--split {how.split} draws splits, but --images {how.images} has its own")
+    if options.split:
+        raise Unusable(
+            f"--split {options.split} draws splits, but --images {options.images} has its own"
+        )
     name_of: dict[str, str] = {}
     for split, aliases in ALIASES.items():
         names = [alias for alias in aliases if before + alias + after.partition("/")[0] in file]
@@ -214,7 +216,7 @@ def find_splits(file: h5py.File, how: External) -> dict[str, str]:
             name_of[split] = names[0]
     if "train" not in name_of:
         raise Unusable(
-            f"--images {how.images}: none of train; {{split}} stands for"
+            f"--images {options.images}: none of train; {{split}} stands for"
             f" {', '.join(chain(*ALIASES.values()))}"
         )
     return name_of
@@ -352,7 +354,9 @@ def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
     return unit * max(1, min(READ_BYTES // (unit * images.row_bytes), units // blocks))
 
 
-def draw_splits(pack: Pack, split: str, labels: np.ndarray, how: External) -> dict[str, np.ndarray]:
+def draw_splits(
+    pack: Pack, split: str, labels: np.ndarray, options: ExternalOptions
+) -> dict[str, np.ndarray]:
     """Draw the rows of every split of a file, given the labels (N,); of a `split`, shuffle them.
 
     Raises what `check_splits` raises.
@@ -360,20 +364,20 @@ def draw_splits(pack: Pack, split: str, labels: np.ndarray, how: External) -> di
     everything = np.arange(len(labels))
     block_rows = pack.block_rows
     if split:
-        return {split: _in_random_order(everything, block_rows, how.seed, split)}
-    shares = Shares(how.split or DEFAULT_SPLIT)
+        return {split: _in_random_order(everything, block_rows, options.seed, split)}
+    shares = Shares(options.split or DEFAULT_SPLIT)
     way = ""
     advice = ""
     images = pack.splits["train"].images
     if block_rows:
-        splits = _assign_blocks(labels, shares, block_rows, how.seed)
+        splits = _assign_blocks(labels, shares, block_rows, options.seed)
         way = f", drawn in blocks of {block_rows:,} images"
         if images.chunk_rows > 1:
             advice = chunk_advice(images, pack.splits["train"].path)
     else:
-        splits = assign(labels, shares, how.seed)
+        splits = assign(labels, shares, options.seed)
     drawn = {
-        name: _in_random_order(everything[splits == position], block_rows, how.seed, name)
+        name: _in_random_order(everything[splits == position], block_rows, options.seed, name)
         for position, name in enumerate(SPLITS)
     }
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]

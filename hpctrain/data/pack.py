@@ -72,7 +72,7 @@ class SplitInfo(NamedTuple):
     probe: int | None = None  # CRC-32 of `Split.read_probe`, in an external file
 
 
-class External(NamedTuple):
+class ExternalOptions(NamedTuple):
     """How an HDF5 file of another program is read: its datasets, layout, splits and scale.
 
     It is saved with networks.
@@ -106,7 +106,7 @@ class Pack:
     layout: str = "NHWC"  # axes of stored images: one of LAYOUTS
     scale: Scale = BYTES
     block_rows: int = 0  # samples that lie together in an external file; 0 = in random order
-    external: dict[str, Any] | None = None  # the fields of `External`, for an external file
+    external: dict[str, Any] | None = None  # fields of `ExternalOptions`, if it is no pack
     staged: bool = False  # whether this is a copy on the host's own disk (``staging.py``)
 
     @property

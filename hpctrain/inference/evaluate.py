@@ -23,7 +23,7 @@ from torch import Tensor
 from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.config.functions import source_files
 from hpctrain.cores import check_threads
-from hpctrain.data.pack import External, Pack, is_pack, read_pack
+from hpctrain.data.pack import ExternalOptions, Pack, is_pack, read_pack
 from hpctrain.data.scale import Scale, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
@@ -242,7 +242,7 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
     else:
         from hpctrain.data.external import read_external  # imports h5py
 
-        pack = read_external(path, External(**external))
+        pack = read_external(path, ExternalOptions(**external))
     stored = pack.scale
     try:
         divisor = scale.divisor_for(stored.dtype, stored.low, stored.high)
@@ -260,7 +260,7 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
         say(f"{pack.path} holds {divided}; the training was on {scale}", sys.stderr)
     if divisor == stored.divisor:
         return pack
-    return read_external(path, External(**pack.external)._replace(max_value=divisor))
+    return read_external(path, ExternalOptions(**pack.external)._replace(max_value=divisor))
 
 
 def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:

@@ -16,7 +16,7 @@ import torch
 from hpctrain.config import Config, Every
 from hpctrain.cores import check_threads
 from hpctrain.data.orders import BalancedOrder, Order, make_order
-from hpctrain.data.pack import External, Pack, SplitInfo, read_pack
+from hpctrain.data.pack import ExternalOptions, Pack, SplitInfo, read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import require_split
@@ -86,7 +86,7 @@ def find_pack(config: Config) -> Pack:
 
         return read_external(
             path,
-            External(
+            ExternalOptions(
                 images=config.images,
                 labels=config.labels,
                 layout=config.layout,

@@ -33,7 +33,7 @@ from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
 from hpctrain.data.loader import Loader, ReadOptions
 from hpctrain.data.orders import make_order
-from hpctrain.data.pack import External, Pack, read_pack
+from hpctrain.data.pack import ExternalOptions, Pack, read_pack
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Split
@@ -156,7 +156,7 @@ def jpeg(path: Path, random_crop: float = 0.0) -> Iterator[int]:
 def external(path: Path, name: str, shuffle: str) -> Iterator[int]:
     """Read an HDF5 file beside `path` that is not a pack."""
     blocks = None if shuffle == "blocks" else 0
-    how = External("images", "labels", split="1", block_rows=blocks)
+    how = ExternalOptions("images", "labels", split="1", block_rows=blocks)
     return loaded(read_external(path.with_name(name), how), shuffle)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpctrain as hp
-from tests.support.api import External, command_line, read_external
+from tests.support.api import ExternalOptions, command_line, read_external
 from tests.support.pictures import (
     class_folders,
     command_words,
@@ -182,7 +182,7 @@ def test_every_class_is_divided_exactly_by_the_shares(tmp_path_factory, class_si
     expected = np.array([largest_remainder(count, shares) for count in class_sizes])
     possible = expected[:, 0].all() and all(expected.sum(0)[[s > 0 for s in shares]])
     try:
-        found = read_external(path, External("x", "y", None, text, seed, 0, 1e9))
+        found = read_external(path, ExternalOptions("x", "y", None, text, seed, 0, 1e9))
     except hp.UsageError:
         assert not possible
         return

@@ -154,9 +154,9 @@ __all__ += ["read_model", "save_model"]
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
 from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops, probe
-from hpctrain.data.pack import External, images_note
+from hpctrain.data.pack import ExternalOptions, images_note
 
-__all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
+__all__ += ["Augmentation", "ExternalOptions", "add_noise", "draw_crops"]
 __all__ += ["images_note", "read_external"]
 __all__ += ["BadImage", "Fit", "decode", "names_of_changes", "probe"]
 

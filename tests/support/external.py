@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 
 import hpctrain as hp
-from tests.support.api import External, read_external
+from tests.support.api import ExternalOptions, read_external
 from tests.support.packs import draw_images
 
 ROWS, SHAPE, CLASSES = 211, (7, 5, 3), 4
@@ -29,7 +29,7 @@ def write(path, images, labels, at=("x", "y"), **storage):
 
 def read(path, images="x", labels="y", layout=None, split=None, **how):
     """The file as rank 0 opens it."""
-    return read_external(path, External(images, labels, layout, split, **how))
+    return read_external(path, ExternalOptions(images, labels, layout, split, **how))
 
 
 def contents(pack, name="train", order=None):
