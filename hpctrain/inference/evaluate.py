@@ -42,7 +42,7 @@ from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import import_own
 from hpctrain.tasks.mistakes import Answer, Mistakes
-from hpctrain.tasks.tally import OwnFigures, Tally, find_tally
+from hpctrain.tasks.tally import MetricFigures, Tally, find_tally
 from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import brief, say
 from hpctrain.torch_errors import explain_errors
@@ -148,7 +148,7 @@ def evaluate(
     means: dict[str, float | None] = {}
     metrics: dict[str, float | None] = {}
     for tally in tallies:
-        figures = metrics if isinstance(tally, OwnFigures) else means
+        figures = metrics if isinstance(tally, MetricFigures) else means
         figures.update(tally.figures())
     return Evaluation(
         rows=len(split),

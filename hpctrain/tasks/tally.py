@@ -112,7 +112,7 @@ class Means(Tally):
         return figures
 
 
-class OwnFigures(Means):
+class MetricFigures(Means):
     """The figures of --metric."""
 
     def __init__(self, sums: FigureSums, name: str) -> None:

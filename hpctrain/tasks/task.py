@@ -28,7 +28,7 @@ from hpctrain.numerics import fork_rng
 from hpctrain.tasks.facts import FACTS, TaskFacts
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
-from hpctrain.tasks.tally import Block, Means, OwnFigures, Tally, two_sums
+from hpctrain.tasks.tally import Block, Means, MetricFigures, Tally, two_sums
 
 # Sums of a shard, () each on the device: "loss", that of the samples' losses; "weight", that of
 # their weights, if they have any; and the task's own
@@ -194,12 +194,10 @@ class Task(ABC):
         """Return new tallies for an evaluation, with the `mistakes` worst answers."""
         tallies: list[Tally] = [Means(self.figure_sums)]
         if self.metric:
-            tallies.append(OwnFigures(self._own_figure_sums, self.metric.setting))
+            tallies.append(MetricFigures(self._metric_sums, self.metric.setting))
         return tallies
 
-    def _own_figure_sums(
-        self, outputs: Tensor, inputs: Tensor, targets: Tensor
-    ) -> dict[str, Tensor]:
+    def _metric_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         assert self.metric is not None
         figures = compute_metric(self.metric, outputs, targets)
         return {name: values_and_weights.sum(1) for name, values_and_weights in figures.items()}
