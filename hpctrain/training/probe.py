@@ -67,14 +67,8 @@ def probe_model(
     samples and, with --deterministic, for operations without a deterministic form. Raises
     OwnCodeError, with file and line, if the network fails.
     """
-    rows = np.arange(min(FIRST_ROWS, len(source)))
-    try:
-        images = read_images(source, rows)
-    except RunError as error:
-        raise UsageError(str(error)) from None
-    targets = torch.from_numpy(source.read_targets(rows))
     key = random_key(config.seed, "probe")
-    inputs, targets = pipeline.make(images, targets, key, source.divisor)
+    inputs, targets = read_first(source, FIRST_ROWS, pipeline, key)
     shape = task.output_shape(source.image_shape, len(source.pack.classes))
     torch.manual_seed(key)
     try:
@@ -86,6 +80,20 @@ def probe_model(
             raise
         text = f"{error}; with --no-channels-last it works: tensors are NHWC in memory by default"
         raise OwnCodeError(text) from error.__cause__
+
+
+def read_first(source: Split, samples: int, pipeline: Pipeline, key: int) -> tuple[Tensor, Tensor]:
+    """Return inputs (n, C, H, W) and targets of the first `samples`, or all if there are fewer.
+
+    Raises UsageError for images that cannot be used.
+    """
+    rows = np.arange(min(samples, len(source)))
+    try:
+        images = read_images(source, rows)
+    except RunError as error:
+        raise UsageError(str(error)) from None
+    targets = torch.from_numpy(source.read_targets(rows))
+    return pipeline.make(images, targets, key, source.divisor)
 
 
 def works_in_nchw(norms: BatchNorms, check: Callable[[], object]) -> bool:
@@ -441,10 +449,8 @@ def check_sizes(
     most = min(ROWS, len(source))
     if min(shares + blocks) >= most:
         return
-    rows = np.arange(most)
-    targets = torch.from_numpy(source.read_targets(rows))
     key = random_key(0, "sizes")
-    inputs, targets = pipeline.make(read_images(source, rows), targets, key, source.divisor)
+    inputs, targets = read_first(source, most, pipeline, key)
     with fork_rng(inputs.device):
         if min(shares) < most:
             check_backward(model, task, inputs[: min(shares)], targets[: min(shares)])
