@@ -51,7 +51,8 @@ class Control:
     ) -> None:
         """`ends` is the deadline of the run, in seconds since 1970."""
         self._file = folder / STOP_FILE if folder else None
-        self._interrupted = self._stop_seen = False
+        self._interrupted = False
+        self._stop_seen = False
         self._looked = 0.0
         self._before: Any = None  # handler of SIGINT
         # By a clock of which the time in which a job is suspended does not count.

@@ -174,7 +174,8 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
     except ValueError as error:
         text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
         raise agreed(UsageError(text)) from error
-    run.progress = state = Progress.from_json(saved)
+    state = Progress.from_json(saved)
+    run.progress = state
     if run.plan.epochs > saved["epochs"]:
         if state.ended:  # by --patience, of which the extension has all again
             state.waited = 0
