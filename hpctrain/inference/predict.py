@@ -128,13 +128,16 @@ def table_rows(
 
 def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
     """Print lines on what images have lost in decoding, and on another range. Collective."""
-    losses = sum(map(Counter, allgather(comm, images.count_losses())), Counter())
-    lows, highs = zip(*allgather(comm, images.limits), strict=True)
-    if comm.rank == 0:
-        say_range(images, scale, min(lows), max(highs))
-    if losses and comm.rank == 0:
-        counts = ", ".join(f"{count:,} {loss}" for loss, count in losses.items())
-        say(f"of {len(images):,} images: {counts}", sys.stderr)
+    by_rank = allgather(comm, (images.count_losses(), images.limits))
+    if comm.rank != 0:
+        return
+    counts, limits = zip(*by_rank, strict=True)
+    lows, highs = zip(*limits, strict=True)
+    say_range(images, scale, min(lows), max(highs))
+    losses: Counter[str] = sum(map(Counter, counts), Counter())
+    if losses:
+        text = ", ".join(f"{count:,} {loss}" for loss, count in losses.items())
+        say(f"of {len(images):,} images: {text}", sys.stderr)
 
 
 def write_images(
