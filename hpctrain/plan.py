@@ -249,16 +249,26 @@ def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> in
 def read_plan(fields: Any) -> Plan:
     """Return the plan with the fields that `Plan.to_json` wrote.
 
-    Raises ValueError if they are no plan, or if its digest is wrong.
+    Raises ValueError if they are no plan, or if its digest is wrong; that of another version cannot
+    be computed (`check_version`).
     """
     try:
         digest = fields.pop("digest", None)
         plan = Plan(**{name: _as_tuple(value) for name, value in fields.items()})
     except (AttributeError, TypeError) as error:  # no object, a field is missing or unknown
         raise ValueError(str(error)) from None
-    if digest != plan.digest():
+    if plan.version == VERSION and digest != plan.digest():
         raise ValueError(f"its digest is {plan.digest()}, and not {str(digest)[:16]} as it says")
     return plan
+
+
+def check_version(plan: Plan) -> None:
+    """Raise UsageError for the plan of a run that another version of plans began."""
+    if plan.version != VERSION:
+        raise UsageError(
+            f"the run's plan has version {plan.version}, this hpctrain's {VERSION}: finish it with"
+            " the hpctrain that began it, or begin a new run with another --run"
+        )
 
 
 def _as_tuple(value: Any) -> Any:
@@ -268,14 +278,9 @@ def _as_tuple(value: Any) -> Any:
 def extend(plan: Plan, config: Config, facts: Facts) -> Plan:
     """Return the plan of a run's first launch with the epochs of this one, if they are more.
 
-    Raises UsageError, with the difference, if the data, the model or the version of the plan has
-    changed, or the device of a deterministic run.
+    Raises UsageError, with the difference, if the data or the model has changed, or the device of a
+    deterministic run.
     """
-    if plan.version != VERSION:
-        raise UsageError(
-            f"the run's plan has version {plan.version}, this hpctrain's {VERSION}: finish it with"
-            " the hpctrain that began it, or begin a new run with another --run"
-        )
     for name, old, new in (
         ("pack", plan.pack_uuid, facts.pack_uuid),
         ("device", plan.device, facts.device if plan.device else ""),

@@ -19,7 +19,7 @@ from hpctrain.errors import UsageError
 from hpctrain.outcome import Outcome, Status
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import agreed, on_root
-from hpctrain.plan import FREE, Plan
+from hpctrain.plan import FREE, Plan, check_version
 from hpctrain.report.find import CHECKPOINTS, SETTINGS_FILE
 from hpctrain.report.history import History
 from hpctrain.report.settings import UnreadableFile, read_plan_of, read_settings
@@ -56,6 +56,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     if config.resume == "never":
         raise UsageError(f"the run {folder} exists: choose another name with --run")
     before, plan = read_begun(folder)
+    check_version(plan)
     config = keep_settings(config, before, plan, folder)
     if not lock.take(folder):
         raise UsageError(

@@ -272,6 +272,7 @@ def test_settings_that_do_not_change_the_results_are_free(begun, tmp_path):
         ("config.toml", lambda text: "a = " + "[" * 10_000, "config.toml is corrupt"),
         ("plan.json", lambda text: text.replace('"epochs": 2', '"epochs": "x"'), "its digest is"),
         ("plan.json", lambda text: text.replace('"rows": 101', '"rows": 103'), "its digest is"),
+        ("plan.json", lambda text: text.replace('"version": 3', '"version": 2'), "has version 2"),
         ("config.toml", lambda text: text.replace("epochs = 2", 'epochs = "x"'), "--epochs x"),
         ("config.toml", lambda text: "batch_size = ", "config.toml is corrupt"),
         ("config.toml", None, "it has no config.toml"),
