@@ -22,7 +22,7 @@ from hpctrain.config.values import (
     Shares,
 )
 from hpctrain.errors import UsageError
-from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defaults
+from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defaults, task_of
 
 Precision = Literal["default", "fp32", "tf32", "bf16"]
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
@@ -140,7 +140,9 @@ class Config(OnRanks):
     task: TaskName = option(
         ", or ".join(facts.help for facts in FACTS.values()), "classify", group="Network"
     )
-    noise: Literal["salt-pepper", "gaussian"] = option("noise to be removed", "salt-pepper")
+    noise: Literal["salt-pepper", "gaussian"] = option(
+        f"noise of --task {task_of('noise')}", "salt-pepper"
+    )
     noise_level: float = option("share of salt-pepper values, std of gaussian noise", 0.1, "(0, 1]")
     init: str | None = option("start from weights of a run, or a .safetensors, .pth or .pt file")
     freeze: Patterns | None = option(

@@ -76,6 +76,11 @@ def all_settings() -> dict[str, type]:
     return {name: kind for facts in FACTS.values() for name, kind in facts.settings}
 
 
+def task_of(setting: str) -> str:
+    """Return the name of the task to which a setting belongs."""
+    return next(name for name, facts in FACTS.items() if setting in dict(facts.settings))
+
+
 def exclusions() -> Iterator[tuple[str, str, str]]:
     """Yield pairs of options that exclude each other by the task, and why."""
     for name, facts in FACTS.items():
