@@ -311,7 +311,7 @@ def import_functions(network: TrainedNetwork, config: EvaluateConfig, comm: Comm
 def print_evaluation(result: Evaluation, task: Task, split: str) -> None:
     """Print the tables and the figures of a split."""
     metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
-    results.print_evaluation(
+    results.print_tables(
         (table for tally in result.tallies for table in tally.tables()),
         f"{split}: {result.rows:,} images, {task.describe(result.means)}{metrics}",
     )

@@ -112,7 +112,7 @@ def write_table(
                     sys.stderr if output == "-" else None,
                 )
     place = "what is printed" if output == "-" else output
-    on_root(comm, conclude, config, bad, total, f"{place} holds the answers to the others")
+    on_root(comm, report_unusable, config, bad, total, f"{place} holds the answers to the others")
 
 
 def table_rows(
@@ -168,10 +168,10 @@ def write_images(
     if comm.rank == 0:
         count = len(names) - len(bad)
         say(f"{folder}: {count:,} images {inference.task.facts.answered}{png_note(network)}")
-    on_root(comm, conclude, config, bad, len(names), f"{folder} holds the others")
+    on_root(comm, report_unusable, config, bad, len(names), f"{folder} holds the others")
 
 
-def conclude(config: PredictConfig, bad: Mapping[int, str], total: int, hint: str) -> None:
+def report_unusable(config: PredictConfig, bad: Mapping[int, str], total: int, hint: str) -> None:
     """Raise RunError for unusable images, of `total`; with --skip-bad name them, unless all are."""
     if not config.skip_bad or len(bad) == total:
         refuse_unusable(bad, total, f"; {hint}")

@@ -36,8 +36,8 @@ COLUMNS = (  # of answers
 Row = Sequence[str]
 
 
-def print_evaluation(tables: Iterable[Table], text: str) -> None:
-    """Print the tables of an evaluation, and a line of its figures."""
+def print_tables(tables: Iterable[Table], text: str) -> None:
+    """Print tables, and a line of text below them."""
     from hpctrain.report.console import make_console  # imports rich: most ranks do not need it
 
     console = make_console()

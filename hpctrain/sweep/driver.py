@@ -61,22 +61,22 @@ def main(settings: SweepConfig) -> int:
     if settings.results and is_locked(folder):
         raise UsageError(f"the sweep {folder} is at work: it writes {RESULTS_FILE} itself")
     if not settings.dry_run and (settings.results or not left):
-        return conclude(folder, trainings)
+        return report_results(folder, trainings)
     slots: list[Slot] = []
     if settings.dry_run or not settings.prepare:
         slots = find_slots(settings, networks)
     if settings.dry_run:
-        say_plan(folder, networks, slots)
+        say_networks(folder, networks, slots)
         return 0
     for network in networks:
         require_trust(vars(network.config), file, settings.trust_code)
-    check_data(networks)
+    make_missing_packs(networks)
     lock = RunLock()
     folder.mkdir(parents=True, exist_ok=True)
     if not lock.take(folder):
         raise UsageError(f"the sweep {folder} is at work: stop it first, or choose another --run")
     try:
-        write_settings(folder, file, networks, settings.runs_dir)
+        write_run_files(folder, file, networks, settings.runs_dir)
         say(f"{folder}: {len(left)} of {len(trainings)} networks to train")
         (folder / STOP_FILE).unlink(missing_ok=True)
         if not settings.prepare:
@@ -91,7 +91,7 @@ def main(settings: SweepConfig) -> int:
         lock.release()
 
 
-def say_plan(folder: Path, networks: list[SweepNetwork], slots: list[Slot]) -> None:
+def say_networks(folder: Path, networks: list[SweepNetwork], slots: list[Slot]) -> None:
     """Print the networks, the slots, and the command that launches the first network."""
     where = "; ".join(f"{slot.number}: {slot}" for slot in slots)
     command = shlex.join([*slots[0].command, f"{folder}/{networks[0].name}.toml"])
@@ -131,7 +131,7 @@ def is_left_behind(folder: Path, networks: list[SweepNetwork]) -> bool:
     return folder.is_dir() and first >= set(os.listdir(folder))
 
 
-def check_data(networks: list[SweepNetwork]) -> None:
+def make_missing_packs(networks: list[SweepNetwork]) -> None:
     """Create built-in data sets that are missing. Raises UsageError if other data are no pack."""
     from hpctrain.data.pack import read_pack
     from hpctrain.packing.find import find_pack_path
@@ -150,7 +150,7 @@ def check_data(networks: list[SweepNetwork]) -> None:
             read_pack(path)
 
 
-def write_settings(folder: Path, file: Path, networks: list[SweepNetwork], runs_dir: str) -> None:
+def write_run_files(folder: Path, file: Path, networks: list[SweepNetwork], runs_dir: str) -> None:
     """Write the files that the runs need; sweep.toml last, and only once. Raises RunError."""
     with writing(folder):
         for network in networks:
@@ -412,7 +412,7 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
             live.update(grid(driver.rows()), refresh=True)
             time.sleep(POLL_EVERY)
     (folder / STOP_FILE).unlink(missing_ok=True)
-    code = conclude(folder, trainings)
+    code = report_results(folder, trainings)
     if not driver.is_preempted:
         return code
     say(f"preempted ({driver.ending}); the same command resumes")
@@ -456,7 +456,7 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
         csv.writer(file).writerows(lines)
 
 
-def conclude(folder: Path, trainings: list[Training]) -> int:
+def report_results(folder: Path, trainings: list[Training]) -> int:
     """Write results.csv and print the networks, the best ones first.
 
     Return 1 if one has failed, else 0.

@@ -88,11 +88,11 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
             raise UsageError(f"{path}: the name of a variant must be a text of its own: {name!r}")
         names.add(name)
         given.append(GivenNetwork("[[variant]]", name, table))
-    base = read_settings(tables.get("base", {}), Config(), f"{path}, [base]")
+    base = apply_settings(tables.get("base", {}), Config(), f"{path}, [base]")
     networks: dict[Config, SweepNetwork] = {}
     digits = max(2, len(str(count)))
     for number, network in enumerate(given, start=1):
-        config = read_settings(network.settings, base, f"{path}, {network.place}")
+        config = apply_settings(network.settings, base, f"{path}, {network.place}")
         table = config.table()
         settings = {key: table[key] for key in network.settings}
         folder = f"{number:0{digits}}-{folder_name(settings, network.name)}"
@@ -106,7 +106,7 @@ def read_sweep(path: Path) -> list[SweepNetwork]:
     return list(networks.values())
 
 
-def read_settings(table: dict[str, Any], base: Config, place: str) -> Config:
+def apply_settings(table: dict[str, Any], base: Config, place: str) -> Config:
     """Return `base` with the settings of a table. Raises UsageError if one is unknown or wrong."""
     for key in table:
         if key in SET_BY_SWEEP:

@@ -63,12 +63,8 @@ def test_a_transform_is_given_values_in_0_to_1_and_its_result_is_normalized(dtyp
     rounding = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(result.double(), expected, rtol=rounding, atol=rounding)
     assert (result.dtype, result.stride()) == (dtype, unit.stride())
-    assert hp.Pipeline(normalization=SCALING, transform=darken).inputs(images(0)).shape == (
-        0,
-        3,
-        7,
-        5,
-    )
+    none = hp.Pipeline(normalization=SCALING, transform=darken).inputs(images(0))
+    assert none.shape == (0, 3, 7, 5)
 
 
 def test_what_a_transform_keeps_of_its_result_is_not_changed_by_normalization():
