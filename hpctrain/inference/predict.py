@@ -29,6 +29,7 @@ from hpctrain.inference.trained import (
     TrainedNetwork,
     list_images,
     refuse_unusable,
+    say_losses,
     say_range,
 )
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
@@ -99,7 +100,7 @@ def write_table(
                     captions += task.captions(block, answers, np.isin(block.rows, drawn))
                     bad |= block.bad
         if isinstance(source, Images):
-            say_losses(source, network.scale, comm)
+            say_changes(source, network.scale, comm)
         with on_all(comm):
             table.close()
             if comm.rank == 0 and output != "-":
@@ -126,7 +127,7 @@ def table_rows(
         yield [*cells, *task.cells(answers[number])]
 
 
-def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
+def say_changes(images: Images, scale: Scale, comm: Comm) -> None:
     """Print lines on what images have lost in decoding, and on another range. Collective."""
     by_rank = allgather(comm, (images.count_losses(), images.limits))
     if comm.rank != 0:
@@ -134,10 +135,7 @@ def say_losses(images: Images, scale: Scale, comm: Comm) -> None:
     counts, limits = zip(*by_rank, strict=True)
     lows, highs = zip(*limits, strict=True)
     say_range(images, scale, min(lows), max(highs))
-    losses: Counter[str] = sum(map(Counter, counts), Counter())
-    if losses:
-        text = ", ".join(f"{count:,} {loss}" for loss, count in losses.items())
-        say(f"of {len(images):,} images: {text}", sys.stderr)
+    say_losses(images, sum(map(Counter, counts), Counter()))
 
 
 def write_images(
@@ -163,7 +161,7 @@ def write_images(
             bad |= block.bad
             for row, image in zip(block.rows.tolist(), restored, strict=True):
                 write_image(folder / names[row], as_stored(image, network.scale))
-    say_losses(images, network.scale, comm)
+    say_changes(images, network.scale, comm)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
         count = len(names) - len(bad)

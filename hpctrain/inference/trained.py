@@ -188,6 +188,7 @@ class TrainedNetwork:
         opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
         say_range(opened, self.scale, *opened.limits)
+        say_losses(opened, opened.count_losses())
         return self.inference.pipeline.inputs(torch.from_numpy(pixels), divisor=opened.divisor)
 
     def predict(
@@ -216,6 +217,7 @@ class TrainedNetwork:
         if not skip_bad:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
         say_range(opened, self.scale, *opened.limits)
+        say_losses(opened, opened.count_losses())
         rows = np.array([row for block, _ in answered for row in block.rows], np.int64)
         column = {"row": rows}
         if opened.are_files:
@@ -505,6 +507,13 @@ def say_range(images: Images, scale: Scale, low: float, high: float) -> None:
             f" was on {scale}",
             sys.stderr,
         )
+
+
+def say_losses(images: Images, losses: Mapping[str, int]) -> None:
+    """Print a line on what images have lost when they were read, if any has lost something."""
+    text = ", ".join(f"{count:,} {loss}" for loss, count in losses.items() if count)
+    if text:
+        say(f"of {len(images):,} images: {text}", sys.stderr)
 
 
 def refuse_unusable(bad: Mapping[int, str], total: int, ending: str = "") -> None:

@@ -200,6 +200,8 @@ def test_files_have_one_answer(photos, tmp_path, capfd, channels, crop, backgrou
     answers = network.predict(photos, skip_bad=True)
     unusable = {os.path.basename(name) for name in answers.unusable}
     assert unusable == {name for name, _ in damaged_files()}
+    (lost,) = (line for line in said.splitlines() if "reduced to 8 bits" in line)
+    assert lost in capfd.readouterr().err.splitlines()
     loaded = dict(zip(answers["file"].tolist(), answers.probabilities, strict=True))
     loaded = {os.path.relpath(name, photos): answer for name, answer in loaded.items()}
 
