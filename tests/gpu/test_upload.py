@@ -14,7 +14,7 @@ from tests.support.source import Source
 
 SHAPE, SEED = (12, 10, 3), 3
 PARTITION = hp.cut_epoch(101, 16, 3)  # 7 steps; the last has 5 samples
-SCALING = (torch.tensor([0.1, 0.4, 0.7]), torch.tensor([0.3, 0.2, 0.5]))
+NORMALIZATION = (torch.tensor([0.1, 0.4, 0.7]), torch.tensor([0.3, 0.2, 0.5]))
 pytestmark = pytest.mark.gpu
 
 
@@ -26,10 +26,10 @@ def noisy(kind):
 CASES = {  # settings of a pipeline
     "plain": {},
     "flips, shifts": {"augmentation": Augmentation(True, 3)},
-    "normalized": {"augmentation": Augmentation(True, 2), "scaling": SCALING},
+    "normalized": {"augmentation": Augmentation(True, 2), "normalization": NORMALIZATION},
     "NCHW": {"augmentation": Augmentation(False, 1), "channels_last": False},
-    "bfloat16": {"scaling": SCALING, "dtype": torch.bfloat16},
-    "float64": {"scaling": SCALING, "dtype": torch.float64},
+    "bfloat16": {"normalization": NORMALIZATION, "dtype": torch.bfloat16},
+    "float64": {"normalization": NORMALIZATION, "dtype": torch.float64},
 }
 NOISY = {
     "salt and pepper": {"augmentation": Augmentation(True, 0), "stage": noisy("salt-pepper")},
