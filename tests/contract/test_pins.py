@@ -1,8 +1,9 @@
-"""What a run computes, records, writes and prints, to a table from commit to commit.
+"""Runs compute, record, write and print the same as at earlier commits, by the table pins.json.
 
-test_digests.py holds that the bits of networks stay; this the way to them and from them: the parts
-that tests/support/pins.py describes. Where the table pins.json has none for this processor, only
-what no processor changes is compared. To write what this machine finds into it:
+test_digests.py compares the bits of trained networks; this file compares the data from which they
+are trained and all that is made with them: tests/support/pins.py lists the parts. Where the table
+lacks this processor, only parts that are equal on all processors are compared. To write the parts
+of this machine into it:
 
     pytest tests/contract/test_pins.py --update
 

@@ -32,7 +32,7 @@ for name in ("partition", "blocks"):
             if number == 200:
                 break
         loader.close()
-    # Not ru_maxrss: a process takes that of the one that started it over.
+    # Not ru_maxrss: a process begins with that of its parent.
     with open("/proc/self/status") as status:
         peak = next(line.split()[1] for line in status if line.startswith("VmHWM"))
     print(name, int(peak) / 1024)

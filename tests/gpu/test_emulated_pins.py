@@ -1,5 +1,4 @@
-"""What a run on a GPU computes, records, writes and prints, to a table from commit to commit: as
-tests/contract/test_pins.py, on the emulated GPU. To write what this machine finds into the table:
+"""As tests/contract/test_pins.py, on the emulated GPU. To write its parts into the table:
 
     tests/gpu/emulator/run python -m pytest tests/gpu/test_emulated_pins.py --update
 """

@@ -45,7 +45,7 @@ def reachable(name: str, imports: dict[str, set[str]]) -> set[str]:
 
 
 def circles(files: dict[str, Path] | None = None) -> list[list[str]]:
-    """The largest sets of modules of which each imports, by whatever way, all others."""
+    """The largest sets of modules that all import each other, directly or through others."""
     files = files or modules()
     imports = {name: {*imported(path)} & files.keys() - {name} for name, path in files.items()}
     reached = {name: reachable(name, imports) for name in imports}
