@@ -43,7 +43,7 @@ class InitialWeights:
     fresh: dict[str, int]  # tensors of the classifier, which keep their values: the file's classes
     adapted: dict[str, int]  # first convolutions, and the channels of the file's
     left_out: tuple[str, ...]  # tensors of the file
-    scaling: Normalization | None  # of its images; None: the file does not say
+    normalization: Normalization | None  # of its images; None: the file does not say
     stored: dict[str, Any] | None  # scale of its training's images; None: the file does not say
 
     def __str__(self) -> str:
@@ -104,13 +104,13 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
         fresh=fresh,
         adapted=adapted,
         left_out=tuple(left_out),
-        scaling=scaling_of(metadata),
+        normalization=normalization_of(metadata),
         stored=metadata.get("scale"),
     )
 
 
-def scaling_of(metadata: Mapping[str, Any]) -> Normalization | None:
-    """Return the scaling of images that the metadata of a file tell; None if they do not."""
+def normalization_of(metadata: Mapping[str, Any]) -> Normalization | None:
+    """Return the normalization of images in a file's metadata; None if it has none."""
     if "mean" not in metadata:
         return None
     if not metadata["mean"]:

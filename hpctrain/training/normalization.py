@@ -56,8 +56,8 @@ def expected_normalization(
     config: Config, pack: Pack, model: nn.Module, init: InitialWeights | None
 ) -> tuple[Normalization, str]:
     """Return the normalization that network or first weights expect, if any, and whose it is."""
-    if init and init.scaling is not None:
-        return init.scaling, "as in the training of --init"
+    if init and init.normalization is not None:
+        return init.normalization, "as in the training of --init"
     if published := own_input(model):
         whose = f"as published for {config.model}"
         _, height, width = published["input_size"]

@@ -1,6 +1,6 @@
 """As tests/contract/test_pins.py, on the emulated GPU. To write its parts into the table:
 
-    tests/gpu/emulator/run python -m pytest tests/gpu/test_emulated_pins.py --update
+tests/gpu/emulator/run python -m pytest tests/gpu/test_emulated_pins.py --update
 """
 
 from __future__ import annotations

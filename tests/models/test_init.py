@@ -301,8 +301,8 @@ def test_damaged_files_are_refused(tmp_path):
 def test_statistics_of_the_training_are_given_on(tmp_path):
     path, mean, std = tmp_path / "m", [0.5, 0.25], [0.5, 0.5]
     save_model(path, net(), METADATA | {"mean": mean, "std": std})
-    assert load_init(net(), path, 7, 3).scaling == (tuple(mean), tuple(std))
+    assert load_init(net(), path, 7, 3).normalization == (tuple(mean), tuple(std))
     save_model(path, net(), METADATA | {"mean": None, "std": None})
-    assert load_init(net(), path, 7, 3).scaling == ()
+    assert load_init(net(), path, 7, 3).normalization == ()
     torch.save(net().state_dict(), path)
-    assert load_init(net(), path, 7, 3).scaling is None
+    assert load_init(net(), path, 7, 3).normalization is None
