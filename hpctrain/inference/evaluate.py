@@ -138,13 +138,14 @@ def evaluate(
                     block,
                     {name: value for (owner, name), value in measured.items() if owner == number},
                 )
-    parts = allgather(comm, (bad, blocks_done))
-    if text := describe_first(unusable for unusable, _ in parts):
+    gathered = allgather(comm, (bad, blocks_done, [tally.part() for tally in tallies]))
+    bad_of_ranks, done_by_ranks, parts_of_ranks = zip(*gathered, strict=True)
+    if text := describe_first(bad_of_ranks):
         raise agreed(RunError(text))
-    if sum(count for _, count in parts) < blocks:
+    if sum(done_by_ranks) < blocks:
         return None
-    for tally in tallies:
-        tally.merge(comm)
+    for tally, parts in zip(tallies, zip(*parts_of_ranks, strict=True), strict=True):
+        tally.merge(parts, comm)
     means: dict[str, float | None] = {}
     metrics: dict[str, float | None] = {}
     for tally in tallies:

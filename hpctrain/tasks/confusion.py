@@ -48,7 +48,7 @@ class Confusion(Tally):
         if self.matrix is not None:
             np.add.at(self.matrix, (true, predicted), 1)
 
-    def merge(self, comm: Comm) -> None:
+    def merge(self, parts: Sequence[None], comm: Comm) -> None:
         from hpctrain.parallel.mpi import MPI
 
         with waiting():

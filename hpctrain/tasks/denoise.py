@@ -100,7 +100,7 @@ class NoClasses(Tally):
     def add(self, block: object, measured: object) -> None:
         pass
 
-    def merge(self, comm: object) -> None:
+    def merge(self, parts: object, comm: object) -> None:
         pass
 
     def figures(self) -> dict[str, float | None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -53,10 +53,10 @@ class Mistakes(Tally):
         self.total += int(wrong.sum())
         self._keep(answers_of(block, measured["predicted"], measured["probabilities"], wrong))
 
-    def merge(self, comm: Comm) -> None:
-        from hpctrain.parallel.mpi import allgather
+    def part(self) -> tuple[int, list[Answer]]:
+        return self.total, self.worst
 
-        parts = allgather(comm, (self.total, self.worst))
+    def merge(self, parts: Sequence[Any], comm: Comm) -> None:
         self.total = sum(total for total, _ in parts)
         self.worst = []
         self._keep([answer for _, answers in parts for answer in answers])

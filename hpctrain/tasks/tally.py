@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -59,9 +59,13 @@ class Tally(ABC):
     def add(self, block: Block, measured: Mapping[str, np.ndarray]) -> None:
         """Add what was measured of a block."""
 
+    def part(self) -> Any:
+        """Return what `merge` needs of this rank: it is pickled, and should be small."""
+        return None
+
     @abstractmethod
-    def merge(self, comm: Comm) -> None:
-        """Let the tally of each rank be that of all blocks. Collective."""
+    def merge(self, parts: Sequence[Any], comm: Comm) -> None:
+        """Let the tally of each rank be that of all blocks, by the `part` of each. Collective."""
 
     def figures(self) -> dict[str, float | None]:
         """Return the figures that follow from it, by name."""
@@ -98,10 +102,11 @@ class Means(Tally):
     def add(self, block: Block, measured: Mapping[str, np.ndarray]) -> None:
         self._blocks.append({name: sums.tolist() for name, sums in measured.items()})
 
-    def merge(self, comm: Comm) -> None:
-        from hpctrain.parallel.mpi import allgather
+    def part(self) -> list[dict[str, list[float]]]:
+        return self._blocks
 
-        self._blocks = [sums for blocks in allgather(comm, self._blocks) for sums in blocks]
+    def merge(self, parts: Sequence[Any], comm: Comm) -> None:
+        self._blocks = [sums for blocks in parts for sums in blocks]
 
     def figures(self) -> dict[str, float | None]:
         figures: dict[str, float | None] = {}
@@ -120,11 +125,11 @@ class MetricFigures(Means):
         super().__init__(sums)
         self._name = name
 
-    def merge(self, comm: Comm) -> None:
+    def merge(self, parts: Sequence[Any], comm: Comm) -> None:
         """Raises UsageError on all ranks if a block has other figures than the first one."""
         from hpctrain.parallel.mpi import agreed
 
-        super().merge(comm)
+        super().merge(parts, comm)
         if any(block.keys() != self._blocks[0].keys() for block in self._blocks):
             text = "did not give the same figures for each part of the split"
             raise agreed(UsageError(f"{self._name} {text}"))
