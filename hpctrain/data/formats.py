@@ -1,7 +1,7 @@
 """Open image files: which formats are read, which are refused by name, and whether a file is whole.
 
 Pillow identifies and decodes the files, but some of what it reads is wrong or incomplete, without
-an error. What is done about it here:
+an error. The remedies here:
 
 * PNG: the CRC-32 of every chunk is compared (PNG 1.2, section 3.4).
 * JPEG: libjpeg only warns of damaged data. Of a file with a single scan, the decoder must need
@@ -119,7 +119,14 @@ PLANAR = 2  # PlanarConfiguration
 SIGNED = 2  # SampleFormat
 DEFLATE = (8, 32946)  # Compression
 REVERSED = 2  # FillOrder
-BITS_OF_PPM = {"1": 1, "L": 8, "RGB": 24, "I": 16, "I;16": 16, "I;16B": 16}  # of a pixel
+BITS_OF_PPM = {
+    "1": 1,
+    "L": 8,
+    "RGB": 24,
+    "I": 16,
+    "I;16": 16,
+    "I;16B": 16,
+}  # bits of a pixel, by mode
 WHITE_IS_ZERO = 0  # PhotometricInterpretation
 YCBCR = 6
 

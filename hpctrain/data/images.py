@@ -76,7 +76,7 @@ GROUNDS = {"white": (255, 255, 255, 255), "black": (0, 0, 0, 255)}
 DEEP_ENOUGH = 2**14  # 16-bit images with smaller values only are refused
 ASPECT_TOLERANCE = 0.01  # within which an image counts as not stretched
 EMPTY_EXIF = 20  # bytes of EXIF metadata without a tag
-ORIENTATIONS = range(1, 9)  # that EXIF defines
+ORIENTATIONS = range(1, 9)  # defined by EXIF
 
 Background = Literal["white", "black"]
 
@@ -347,7 +347,7 @@ def _load(data: bytes | Image.Image, changes: Changes, reach: int = 0) -> tuple[
         covered.paste(255, frame)
         image = image.convert("RGB")
         image.putalpha(covered)
-    if changes.kinds & Change.SIXTEEN_BITS:  # of which Pillow keeps the upper 8
+    if changes.kinds & Change.SIXTEEN_BITS:  # Pillow keeps the upper 8
         colours = [np.asarray(image.getchannel(b)) for b in image.getbands() if b != "A"]
         changes.largest = 257 * max(int(values.max()) for values in colours)
     return image, box
@@ -490,7 +490,7 @@ def _orientation(image: Image.Image, changes: Changes) -> int:
         value = exif.get(ExifTags.Base.Orientation, 1)
         if "exif" in image.info and not exif and len(image.info["exif"]) > EMPTY_EXIF:
             value = None
-    except Exception:  # of any type, for corrupt metadata; the pixels may be sound
+    except Exception:  # corrupt metadata raise any type; the pixels may be sound
         value = None
     if value in TURNS:
         changes.kinds |= Change.ORIENTATION

@@ -81,7 +81,7 @@ class Slice(NamedTuple):
     kind: int = PLAIN
     offset: int = 0
     size: int = -1  # as it is stored; -1: all bytes
-    crc32: int = 0  # of a member of a .zip
+    crc32: int = 0  # stored for a member of a .zip
 
 
 class Member(NamedTuple):
@@ -90,7 +90,7 @@ class Member(NamedTuple):
     name: str
     is_folder: bool
     place: tuple[int, int, int, int]
-    same_as: str = ""  # of a hard link: the name of its file
+    same_as: str = ""  # the file that a hard link names
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Listing:
 
     kind: str  # "folder", "tar" or "zip"
     root: str  # path of the folder, or of the file that holds the members
-    names: list[str] = field(default_factory=list)  # of files that are not hidden, in their order
+    names: list[str] = field(default_factory=list)  # files that are not hidden, in their order
     folders: list[str] = field(default_factory=list)
     hidden: set[str] = field(default_factory=set)  # files and folders that are not in `names`
     notes: list[str] = field(default_factory=list)  # on what is left out, or named otherwise
@@ -191,7 +191,7 @@ def list_archive(path: Path, scratch: IO[bytes]) -> Listing:
             _add_members(listing, _tar_members(listing.root))
     except (MemoryError, UsageError):
         raise
-    except Exception as error:  # of many types, for corrupt archives
+    except Exception as error:  # corrupt archives raise many types
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # of `scratch`
             raise
         why = getattr(error, "strerror", None) or brief(error)
@@ -275,7 +275,7 @@ def _tar_members(path: str) -> Iterator[Member]:
             )
         if not archive.offset:
             raise tarfile.ReadError("empty")
-        file.seek(archive.offset)  # of the first block that is not a member
+        file.seek(archive.offset)  # the first block that is not a member
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("it has no end mark: fetch it again")
         while block := file.read(2**20):

@@ -133,7 +133,7 @@ class ReadOptions(NamedTuple):
 
     read_buffer: int = READ_BUFFER  # bytes; samples that fit are read once and kept
     random_crop: float = 0.0  # least share of a JPEG file's area in its random crops; 0 = all of it
-    device: torch.device | str = "cpu"  # that of the pipeline
+    device: torch.device | str = "cpu"  # equal to the pipeline's
 
 
 class Loader:

@@ -84,10 +84,10 @@ class Order:
 class Window(NamedTuple):
     """Samples that are read together, block by block, and then used in random order."""
 
-    number: int  # in the shard's epoch
+    number: int  # counted in the shard's epoch
     start: int  # position of its first sample in the shard's epoch
     samples: np.ndarray  # (n,) int64, in reading order
-    order: Permutation  # in which they are used
+    order: Permutation  # the order in which samples are used
 
 
 class BlockOrder(Order):

@@ -47,7 +47,7 @@ ALIASES = {  # common names of splits
 }
 SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
 HASHED = 1 << 20  # checksums that are read at a time
-MOST_CHANNELS = 4  # that are usual
+MOST_CHANNELS = 4  # images usually have no more
 LAYOUTS = {  # axes of images in an external file -> which of them is N, H, W and, if any, C
     "NHWC": (0, 1, 2, 3),
     "NCHW": (0, 2, 3, 1),
@@ -85,7 +85,7 @@ class ExternalOptions(NamedTuple):
     seed: int = 0
     block_rows: int | None = None  # samples drawn together; 0 = one by one, stratified by class;
     # None = a number that suits the file. Chunks are never divided.
-    max_value: float | None = None  # that images are divided by; None = as `Scale` says
+    max_value: float | None = None  # images are divided by it; None = as `Scale` says
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def is_divided(dtype: str, divisor: float) -> bool:
 
 def unit_values(values: np.ndarray, divisor: float) -> np.ndarray:
     """Return stored values as float32, divided; bytes that are divided by 255, and floats by 1, as
-    such. What is too large for float32 becomes infinite.
+    such. Values too large for float32 become infinite.
     """
     if not is_divided(values.dtype.name, divisor):
         return values

@@ -79,7 +79,7 @@ class Split:
         self.dtype = pack.dtype
         self.divisor = pack.scale.divisor
         self.threads = threads
-        self._threads: ThreadPoolExecutor | None = None  # that decode
+        self._threads: ThreadPoolExecutor | None = None  # decode JPEG files
         self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
         self._is_read_ahead = False  # whether `gather` asks the kernel for images before it reads
         self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
@@ -342,7 +342,7 @@ class Split:
             values = np.empty((len(part), *stored.shape[1:]), stored.dtype)
             self._images.read(part, values)
             values = values.transpose(LAYOUTS[pack.layout]).reshape(len(part), *self.image_shape)
-            with np.errstate(over="ignore"):  # of float64 as float32: `gather` reports it
+            with np.errstate(over="ignore"):  # float64 too large for float32: `gather` reports it
                 out[first : first + step] = values
 
     def _decode(

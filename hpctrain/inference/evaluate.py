@@ -59,7 +59,7 @@ class Evaluation:
     rows: int
     means: dict[str, float | None]  # the task's figures; None: not for this task
     metrics: dict[str, float | None]  # figures of --metric
-    tallies: list[Tally]  # from which they follow
+    tallies: list[Tally]  # merged; the figures follow from them
     classes: tuple[str, ...]  # names of the K classes
 
     @property

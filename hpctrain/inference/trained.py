@@ -71,7 +71,7 @@ def load(
 
 
 NUMBERS = (float, int)  # types of a number in JSON
-#: Types of what a file of weights must say of its network; None stands for null.
+#: Types of the metadata that a file of weights must hold; None stands for null.
 METADATA: dict[str, tuple[type | None, ...]] = {
     **dict.fromkeys(("model", "task", "precision", "pack"), (str,)),
     **dict.fromkeys(("loss", "metric"), (str, None)),

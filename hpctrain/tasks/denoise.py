@@ -122,7 +122,7 @@ def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
     generator = torch.Generator(images.device).manual_seed(key)
     draw = torch.randn if kind == "gaussian" else torch.rand
     drawn = draw(images.shape, generator=generator, device=images.device).to(images.dtype)
-    noisy = images.clone()  # with the same strides
+    noisy = images.clone()  # keeps the strides
     if kind == "gaussian":
         # Not add_(drawn, alpha=level): some devices round its sum only, not its product.
         return noisy.add_(drawn.mul_(level)).clamp_(0, 1)

@@ -33,7 +33,7 @@ from hpctrain.training.staging import stage
 from hpctrain.watchdog import doing
 
 NOTED_BYTES = 1 << 30  # on each rank for what is kept of samples; if it is more, a note says so
-SORTED_BYTES = 48  # of a sample while --balanced-sampling sorts samples by class
+SORTED_BYTES = 48  # memory of a sample while --balanced-sampling sorts samples by class
 
 
 class TrainingData(NamedTuple):

@@ -39,7 +39,7 @@ class PreviousLaunch(NamedTuple):
     finished: bool  # all epochs are done, or validation ended the run
     idle: bool  # it was preempted before its first step
     checkpoint: Checkpoint | None  # the newest intact one; None: the run starts over
-    problems: list[str]  # with newer checkpoints, which are skipped, and with the record
+    problems: list[str]  # describe newer checkpoints, which are skipped, and faults of the record
     crash: Outcome | None  # how the last launch ended, if it could not record it
 
 
@@ -178,7 +178,7 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
     state = Progress.from_json(saved)
     run.progress = state
     if run.plan.epochs > saved["epochs"]:
-        if state.ended:  # by --patience, of which the extension has all again
+        if state.ended:  # by --patience, which the extension counts anew
             state.waited = 0
         state.ended = ""
         state.reason = None

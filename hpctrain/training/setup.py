@@ -34,7 +34,7 @@ class Step(NamedTuple):
     plan: Plan
     shards: list[range]  # by rank
     trainer: Trainer
-    train: Split  # with --stage that of a copy
+    train: Split  # with --stage, in a copy
     loader: Loader
     notes: list[str]
 

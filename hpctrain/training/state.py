@@ -122,15 +122,15 @@ class Run:
     plan: Plan
     comm: Comm
     shards: list[range]  # by rank
-    pack: Pack  # that of --data; with --stage, `splits` read a copy
-    splits: dict[str, Split]  # that are open
+    pack: Pack  # opened from --data; with --stage, `splits` read a copy
+    splits: dict[str, Split]  # open splits by name
     task: Task
     trainer: Trainer
     loader: Loader
     pipeline: Pipeline  # for evaluations
-    init: InitialWeights | None  # with --init, unless the run is resumed
-    host: HostCores  # with the fewest cores per rank
-    notes: list[str]  # for the user, on what was chosen
+    init: InitialWeights | None  # None without --init, and for a run that is resumed
+    host: HostCores  # the host with the fewest cores per rank
+    notes: list[str]  # tell the user what was chosen
     progress: Progress = field(default_factory=Progress)
     # Opened for training
     folder: Path = field(init=False)

@@ -22,7 +22,7 @@ from hpctrain.tasks.facts import all_settings
 from hpctrain.training.state import CannotContinue, Reached, Run, read_on_all
 from hpctrain.watchdog import doing, running_time
 
-#: What the file of a network holds of the run's settings, plan and pack, by their names there.
+#: Settings of a run, and fields of its plan and its pack, that the file of a network holds.
 OF_CONFIG = ("small_stem", "task", *all_settings(), "channels_last", "loss", "metric")
 OF_PLAN = ("model", "image_shape", "pack_uuid", "precision", "evaluation_rows", "class_weights")
 OF_PACK = ("classes", "provenance", "external")
