@@ -311,7 +311,7 @@ def _read_files(
     function: Callable[..., list[Any]],
     *options: Any,
 ) -> Generator[Any]:
-    """Yield what a function of slices returns for these images."""
+    """Yield the results of a function of slices for these images."""
     starts = range(0, len(rows), IMAGES_PER_TASK)
     tasks = ((source.slices(rows[at : at + IMAGES_PER_TASK]), *options) for at in starts)
     for results in run_tasks("reading", function, tasks, len(rows)):

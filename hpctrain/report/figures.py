@@ -102,7 +102,7 @@ def main(settings: PlotConfig) -> int:
 
 
 def read_each(read: Callable[[str, Path], T], runs: dict[str, Path]) -> list[T]:
-    """Return what is read of each run; print why one has nothing, unless all have nothing.
+    """Read something of each run; print why a run has none of it, unless no run has any.
 
     Then raises UsageError.
     """

@@ -191,7 +191,7 @@ def figures_of(facts: Record) -> dict[str, Direction]:
 
 
 def task_of(facts: Record) -> TaskFacts:
-    """Return what is known of the task of a run; `facts` is the first line of its record."""
+    """Return the facts of a run's task; `facts` is the first line of its record."""
     settings = facts.get("settings") or {}
     return FACTS.get(str(settings.get("task")), USUAL)
 

@@ -20,9 +20,9 @@ def open_recorder(
     file, in which steps after `done` are replaced. Raises UsageError if tensorboard is missing, and
     RunError if a file cannot be opened.
     """
-    sinks: list[Sink] = []
     if folder is None:
         return Recorder(folder)
+    sinks: list[Sink] = []
     if progress != "none":
         from hpctrain.report.display import Display  # imports rich
 

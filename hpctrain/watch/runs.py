@@ -1,4 +1,4 @@
-"""The watched runs: whether each is alive, what is shown of it, and how the user stops it.
+"""The watched runs: the state, the curves and the stopping of each.
 
 A thread reads the records, as long ones take seconds; displays show what has been read so far.
 """

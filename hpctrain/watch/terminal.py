@@ -113,7 +113,7 @@ class Screen:
         self._message = HELP
 
     def draw(self) -> Table | Text:
-        """Return a page of the table and what is known of the run that is chosen."""
+        """Return a page of the table, and the details of the chosen run."""
         chosen = self._order[self._at]
         columns, rows = self._runs.table(self._sort)
         self._columns = columns
@@ -146,7 +146,7 @@ def render(
     curves: Curves,
     message: str,
 ) -> Table:
-    """Return a page of the table, what is known of the run in row `at`, and a message."""
+    """Return a page of the table, the details of the run in row `at`, and a message."""
     width, height = console.size
     most = max(height // 3 - 2, 3)
     row = rows[at]
