@@ -83,6 +83,13 @@ def test_the_best_validation_is_by_the_first_figure_of_the_run_or_by_another_one
         history.best(by="accuracy")
 
 
+def test_a_validation_without_a_number_is_never_the_best(tmp_path):
+    """Losses that are not finite are recorded as null."""
+    lines = [evaluation_line(step, loss=loss) for step, loss in enumerate((None, 0.2, None))]
+    made = make_run(tmp_path / "run", run_line(), *lines)
+    assert hp.history(made).best(by="loss").loss == 0.2
+
+
 def test_a_record_without_figures_has_those_of_its_task(tmp_path):
     lines = evaluation_line(1, accuracy=0.5, loss=0.1), evaluation_line(2, accuracy=0.9, loss=0.2)
     for task, loss in {"classify": 0.2, "denoise": 0.1, "unknown": 0.2}.items():
