@@ -50,6 +50,8 @@ def test_sums_of_a_step_have_their_names_and_the_figures_of_the_task(batch):
     task = batch.task
     sums = task.named_sums(batch.outputs, batch.targets)
     assert sums.keys() == task.sums.keys()
+    message = hp.Message(torch.nn.Linear(1, 1), 0, 0, 1, sums=task.sums)
+    assert len(message.scalar) == len(message.scalars), "a sum has the name of another scalar"
     assert all(value.shape == () for value in sums.values())
     figures = task.step_figures({name: value.item() for name, value in sums.items()}, N)
     given = {name for name, value in figures.items() if value is not None}
