@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import re
 import struct
 import zlib
@@ -93,6 +94,7 @@ UNIDENTIFIED = (  # likewise, if Pillow cannot identify it
 )
 SIGNATURE_BYTES = 1024
 
+TIFF_START = re.compile(rb"II[*+]\0|MM\0[*+]")
 PNG_START = b"\x89PNG\r\n\x1a\n"
 read_chunk_start = struct.Struct(">I4s").unpack_from
 read_crc32 = struct.Struct(">I").unpack_from
@@ -112,6 +114,8 @@ DEEP = re.compile(";16[BLN]$")  # not "BGR;16", which is 5, 6 and 5 bits
 SRGB_PRIMARIES = (1, 2)  # or unspecified
 SRGB_TRANSFERS = (1, 2, 6, 13)  # also that of television, which is decoded as sRGB everywhere
 
+DEEP_TRANSPARENCY = "transparency of 16 bits"  # our key in `Image.info`
+
 THUMBNAIL = 1  # bits of NewSubfileType
 MASK = 4
 OLD_THUMBNAIL = 2  # SubfileType
@@ -129,6 +133,10 @@ BITS_OF_PPM = {
 }  # bits of a pixel, by mode
 WHITE_IS_ZERO = 0  # PhotometricInterpretation
 YCBCR = 6
+
+
+class TiffOnly(ValueError):
+    """A TIFF that Pillow does not read, or reads wrongly; tifffile may read it (``tiff.py``)."""
 
 
 class ScanFile(io.BytesIO):
@@ -167,12 +175,14 @@ class ScanFile(io.BytesIO):
 def open_image(data: bytes) -> ImageFile:
     """Open an image file at its picture, which is not decoded yet.
 
-    Raises ValueError for what is no image, or is refused by name, and what Pillow raises.
+    Raises ValueError for what is no image, or is refused by name (TiffOnly if tifffile may read
+    it), and what Pillow raises.
     """
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:  # of many types
-        raise ValueError(explain_error(data, error)) from error
+        kind = TiffOnly if TIFF_START.match(data) else ValueError
+        raise kind(explain_error(data, error)) from error
     if image.format == "TIFF":
         choose_page(image)
         check_tiff(image)
@@ -351,7 +361,10 @@ def check_progression(data: bytes, scans: list[int], components: int) -> None:
 
 
 def choose_page(image: Image.Image) -> None:
-    """Go to the only page of a TIFF that is no thumbnail. Raises ValueError if there are others."""
+    """Go to the only page of a TIFF that is no thumbnail. Raises ValueError if there are others.
+
+    Stacks of ImageJ and tifffile may hold all images in one page, of which Pillow reads the first.
+    """
     is_camera_raw = Tag.DNGVersion in tiff_tags(image)
     pages = []
     for number in range(count_frames(image)):
@@ -363,29 +376,54 @@ def choose_page(image: Image.Image) -> None:
             pages.append(number)
     if is_camera_raw or (not pages and Tag.SubIFDs in tiff_tags(image)):
         raise ValueError(f"not a readable image but thumbnails, or camera raw: {DEVELOP}")
-    if len(pages) > 1:
-        raise ValueError(f"{len(pages):,} pages in one TIFF: write each as a file of its own")
     image.seek(pages[0] if pages else 0)
+    count = max(len(pages), count_images(tiff_tags(image)))
+    if count > 1:
+        raise ValueError(
+            f"{count:,} pages in one TIFF: write each as a file of its own, or make channels of"
+            " them by pack --pages channels"
+        )
+
+
+def count_images(tags: Mapping[int, Any]) -> int:
+    """Return how many images a page of ImageJ or tifffile holds, by its description."""
+    text = tags.get(Tag.ImageDescription)
+    if not isinstance(text, str):
+        return 1
+    images = re.match(r"ImageJ=.*?^images=(\d+)", text, re.DOTALL | re.MULTILINE)
+    if images:
+        return int(images[1])
+    shape = re.match(r'{"shape": \[([\d, ]+)\]', text)
+    if shape is None:
+        return 1
+    values = math.prod(map(int, shape[1].split(",")))
+    samples = tags.get(Tag.SamplesPerPixel, 1)
+    return values // max(1, tags[Tag.ImageWidth] * tags[Tag.ImageLength] * samples)
 
 
 def check_tiff(image: Image.Image) -> None:
-    """Raise ValueError for a TIFF whose pixels Pillow reads wrongly, or cannot convert."""
+    """Raise ValueError for a TIFF whose pixels Pillow cannot convert, TiffOnly if it reads them
+    wrongly.
+    """
     tags = tiff_tags(image)
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
     is_planar = tags.get(Tag.PlanarConfiguration) == PLANAR and tags.get(Tag.SamplesPerPixel, 1) > 1
     is_subsampled = tags.get(Tag.YCbCrSubSampling, (2, 2)) != (1, 1)
     is_raw = image.info.get("compression") == "raw"
     reason = ""
+    kind: type[ValueError] = TiffOnly
     if max(tags.get(Tag.SampleFormat, (1,))) == SIGNED and bits == 8:
         reason = "signed 8-bit values"
     if is_planar and (image.mode in ("LA", "La") or (is_raw and bits > 8)):
         reason = f"planes of {bits} bits that are stored one after the other"
     if image.mode == "LAB":
         reason = "CIELab colours"
+        kind = ValueError
     if is_raw and is_subsampled and tags.get(Tag.PhotometricInterpretation) == YCBCR:
         reason = "subsampled YCbCr colours without compression"
+        kind = ValueError
     if reason:
-        raise ValueError(f"a TIFF of {reason}: convert it to 8-bit gray or RGB")
+        raise kind(f"a TIFF of {reason}: convert it to 8-bit gray or RGB")
 
 
 def scale_transparent_value(image: Image.Image) -> None:
@@ -394,6 +432,7 @@ def scale_transparent_value(image: Image.Image) -> None:
     raw = raw_mode(image)
     if raw == "RGB;16B" and isinstance(value, tuple):
         image.info["transparency"] = tuple(v >> 8 for v in value)
+        image.info[DEEP_TRANSPARENCY] = value
     if raw in ("L;2", "L;4") and isinstance(value, int):
         image.info["transparency"] = value * 255 // (2 ** int(raw[2:]) - 1)
 
@@ -480,4 +519,5 @@ def count_frames(image: Image.Image) -> int:
     try:
         return getattr(image, "n_frames", 1)
     except Exception as error:  # of many types
-        raise ValueError("damaged: the frames of the file cannot be counted") from error
+        kind = TiffOnly if image.format == "TIFF" else ValueError
+        raise kind("damaged: the frames of the file cannot be counted") from error

@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import PIL
 from PIL import ExifTags, Image, features
+from PIL.ImageFile import ImageFile
 
 from hpctrain.cores import core_count, make_pool
 from hpctrain.data.formats import (
@@ -85,10 +86,16 @@ class BadImage(Exception):
     """The file is not a readable image; the text gives the reason."""
 
 
+class OtherKind(BadImage):
+    """The file has another type, or another number of channels, than the images beside it."""
+
+
 class Fit(NamedTuple):
     """Size and channels of every decoded image, with `crop` cut to its proportions first.
 
-    Transparent pixels are blended over `background`.
+    Transparent pixels are blended over `background`. `decode_stored` (``values.py``) also takes 0
+    for width and height, or for channels: those of the file. With `exact`, it refuses to resize;
+    with `pages`, the pages of a TIFF are channels.
     """
 
     width: int
@@ -96,6 +103,37 @@ class Fit(NamedTuple):
     channels: int
     crop: bool = False
     background: Background = "white"
+    exact: bool = False
+    pages: bool = False
+
+    @classmethod
+    def of_pack(
+        cls,
+        image_shape: tuple[int, int, int],
+        provenance: Mapping[str, Any],
+        nodata: float | None = None,
+    ) -> Fit:
+        """Return how `pack` decodes files for a pack, by its provenance, which networks keep, too.
+
+        The pack is of images (H, W, C), in which `nodata` stands for no value.
+        """
+        height, width, channels = image_shape
+        way = provenance.get("fit")
+        return cls(
+            width=width,
+            height=height,
+            channels=channels,
+            crop=way == "crop",
+            background=provenance.get("background", "white"),
+            exact=way == "tiles" or nodata is not None,
+            pages=bool(provenance.get("pages")),
+        )
+
+    def of_size(self, width: int, height: int) -> Fit:
+        """Return the same with the size of a file of this size, unless there is one."""
+        if self.width:
+            return self
+        return self._replace(width=width, height=height)
 
 
 class Change(IntEnum):
@@ -116,6 +154,7 @@ class Change(IntEnum):
     GRAY_TO_COLOUR = 1 << 12
     COLOUR_TO_GRAY = 1 << 13
     ENCODED = 1 << 14
+    BYTES_TO_16_BITS = 1 << 15
 
 
 CHANGES = {
@@ -134,6 +173,7 @@ CHANGES = {
     Change.GRAY_TO_COLOUR: "gray, repeated in 3 channels",
     Change.COLOUR_TO_GRAY: "in colour, converted to gray by --channels 1",
     Change.ENCODED: "encoded anew as JPEG",
+    Change.BYTES_TO_16_BITS: "8-bit values, times 257, since others have 16 bits",
 }
 
 
@@ -213,6 +253,12 @@ def decode(data: bytes | Image.Image, fit: Fit) -> tuple[bytes, Changes]:
     return _fit_bytes(image, box, fit, changes), changes
 
 
+def decode_opened(image: ImageFile, data: bytes, fit: Fit, changes: Changes) -> bytes:
+    """Decode likewise the image that `open_image` has opened in `data`."""
+    loaded, box = load_opened(image, data, changes, _reach(fit))
+    return _fit_bytes(loaded, box, fit, changes)
+
+
 @bad_images()
 def decode_values(
     data: bytes | Image.Image, fit: Fit, is_full: bool = True
@@ -232,7 +278,7 @@ def decode_values(
         return np.frombuffer(pixels, np.uint8).reshape(shape), changes
     gray = _gray_values(image, fit.background, changes) * (65535 / (2 ** gray_bits(image) - 1))
     values = _resize(
-        Image.fromarray(gray.astype(np.float32)), box, fit, _orientation(image, changes)
+        Image.fromarray(gray.astype(np.float32)), box, fit, orientation_of(image, changes)
     )
     rounded = np.asarray(values).round().astype(np.uint16)
     return np.broadcast_to(rounded[..., None], shape), changes
@@ -267,10 +313,10 @@ def as_jpeg(data: bytes, background: Background = "white") -> tuple[bytes, Chang
     changes = Changes()
     opened = open_image(data)
     sound = opened.format in ("JPEG", "MPO") and opened.mode in ("L", "RGB")  # MPO: several JPEGs
-    if sound and _orientation(opened, changes) == 1:
+    if sound and orientation_of(opened, changes) == 1:
         return data, Changes()  # decoding them says what is changed
     image, _ = _load(data, changes)
-    turn = TURNS.get(_orientation(image, changes))
+    turn = TURNS.get(orientation_of(image, changes))
     image = _gray_or_rgb(image, background, changes)
     file = io.BytesIO()
     upright = image if turn is None else image.transpose(turn)
@@ -286,13 +332,13 @@ def probe(data: bytes) -> tuple[int, int, bool]:
     No more than a palette is decoded.
     """
     image = open_image(data)
-    has_colour = _has_colour(image)
+    is_colour = has_colour(image)
     if image.format == "TIFF":
         image.load()  # Pillow applies a TIFF's orientation when it loads the image
     width, height = image.size
-    if _orientation(image, Changes()) in SIDEWAYS:
-        return height, width, has_colour
-    return width, height, has_colour
+    if orientation_of(image, Changes()) in SIDEWAYS:
+        return height, width, is_colour
+    return width, height, is_colour
 
 
 def few_gray_levels(largest: int) -> str:
@@ -335,8 +381,16 @@ def _load(data: bytes | Image.Image, changes: Changes, reach: int = 0) -> tuple[
         if 0 in data.size:
             raise BadImage("it has no pixels")
         return data, (0, 0, *data.size)
-    opened = open_image(data)
-    _inspect(opened, data, changes)
+    return load_opened(open_image(data), data, changes, reach)
+
+
+def load_opened(
+    opened: ImageFile, data: bytes, changes: Changes, reach: int = 0
+) -> tuple[Image.Image, Box]:
+    """Decode an opened image likewise."""
+    inspect(opened, data, changes)
+    if is_deep(opened, data):
+        changes.kinds |= Change.SIXTEEN_BITS
     is_gray = raw_mode(opened) == GRAY_ALPHA_16
     canvas = 0, 0, *opened.size
     frame = opened.tile[0][1] if opened.format == "GIF" else canvas  # which the first one covers
@@ -353,14 +407,12 @@ def _load(data: bytes | Image.Image, changes: Changes, reach: int = 0) -> tuple[
     return image, box
 
 
-def _inspect(image: Image.Image, data: bytes, changes: Changes) -> None:
-    """Note what decoding an opened image will leave out or change."""
+def inspect(image: Image.Image, data: bytes, changes: Changes) -> None:
+    """Note what decoding an opened image will leave out or change, but for its depth."""
     if has_foreign_profile(image, data):
         changes.kinds |= Change.COLOUR_PROFILE
     if image.format == "JPEG":
         return
-    if is_deep(image, data):
-        changes.kinds |= Change.SIXTEEN_BITS
     if image.format == "TIFF":
         if tiff_tags(image).get(ExifTags.Base.Orientation) in TURNS:
             changes.kinds |= Change.ORIENTATION
@@ -375,7 +427,7 @@ def _inspect(image: Image.Image, data: bytes, changes: Changes) -> None:
 
 def _fit_bytes(image: Image.Image, box: Box, fit: Fit, changes: Changes) -> bytes:
     """Return the bytes of a decoded image in the size and channels of `fit`."""
-    orientation = _orientation(image, changes)  # after loading, which rotates a TIFF
+    orientation = orientation_of(image, changes)  # after loading, which rotates a TIFF
     image = _gray_or_rgb(image, fit.background, changes)
     _compare(image, box, fit, orientation, changes)
     return _resize(image, box, fit, orientation).tobytes()
@@ -386,12 +438,7 @@ def _compare(image: Image.Image, box: Box, fit: Fit, orientation: int, changes: 
     left, top, right, bottom = box
     size = (right - left, bottom - top)
     width, height = reversed(size) if orientation in SIDEWAYS else size
-    wide = width * fit.height  # equal to `high` if the proportions are
-    high = height * fit.width
-    if abs(wide - high) > ASPECT_TOLERANCE * high:
-        changes.kinds |= Change.CROPPED if fit.crop else Change.STRETCHED
-    if fit.width > width or fit.height > height:
-        changes.kinds |= Change.ENLARGED
+    compare_size(width, height, fit, changes)
     if fit.channels == 1:
         if image.mode == "RGB":
             changes.kinds |= Change.COLOUR_TO_GRAY
@@ -399,23 +446,38 @@ def _compare(image: Image.Image, box: Box, fit: Fit, orientation: int, changes: 
         changes.kinds |= Change.GRAY_TO_COLOUR
 
 
+def compare_size(width: float, height: float, fit: Fit, changes: Changes) -> None:
+    """Note how the size of an upright image differs from that of `fit`."""
+    wide = width * fit.height  # equal to `high` if the proportions are
+    high = height * fit.width
+    if abs(wide - high) > ASPECT_TOLERANCE * high:
+        changes.kinds |= Change.CROPPED if fit.crop else Change.STRETCHED
+    if fit.width > width or fit.height > height:
+        changes.kinds |= Change.ENLARGED
+
+
 def _resize(image: Image.Image, box: Box, fit: Fit, orientation: int = 1) -> Image.Image:
     """Resize the part `box` of a gray or RGB image to `fit`, and apply the EXIF orientation."""
     size = (fit.height, fit.width) if orientation in SIDEWAYS else (fit.width, fit.height)
-    if fit.crop:  # the largest centred part of these proportions
-        left, top, right, bottom = box
-        scale = min((right - left) / size[0], (bottom - top) / size[1])
-        width = min(scale * size[0], right - left)
-        height = min(scale * size[1], bottom - top)
-        x = left + (right - left - width) / 2
-        y = top + (bottom - top - height) / 2
-        box = x, y, min(x + width, right), min(y + height, bottom)
+    if fit.crop:
+        box = centred_box(box, size)
     if image.size != size or box != (0, 0, *size):
         image = image.resize(size, Image.Resampling.BILINEAR, box=box)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
     mode = "L" if fit.channels == 1 else "RGB"
     return image if image.mode in (mode, "F") else image.convert(mode)  # convert() always copies
+
+
+def centred_box(box: Box, size: tuple[int, int]) -> Box:
+    """Return the largest centred part of a box with the proportions of `size`, (W, H)."""
+    left, top, right, bottom = box
+    scale = min((right - left) / size[0], (bottom - top) / size[1])
+    width = min(scale * size[0], right - left)
+    height = min(scale * size[1], bottom - top)
+    x = left + (right - left - width) / 2
+    y = top + (bottom - top - height) / 2
+    return x, y, min(x + width, right), min(y + height, bottom)
 
 
 def _gray_or_rgb(image: Image.Image, background: Background, changes: Changes) -> Image.Image:
@@ -433,7 +495,7 @@ def _gray_or_rgb(image: Image.Image, background: Background, changes: Changes) -
         return Image.fromarray(values.astype(np.uint8))
     if image.mode in ("CMYK", "YCbCr"):
         changes.kinds |= Change.COLOUR_SPACE
-    colour = _has_colour(image)
+    colour = has_colour(image)
     if transparent:
         image = _without_alpha(image, background, changes)
     return image.convert("RGB" if colour else "L")
@@ -472,7 +534,8 @@ def _without_alpha(image: Image.Image, background: Background, changes: Changes)
     return Image.alpha_composite(ground, image)
 
 
-def _has_colour(image: Image.Image) -> bool:
+def has_colour(image: Image.Image) -> bool:
+    """Whether an opened image has more than gray values."""
     if raw_mode(image) == GRAY_ALPHA_16:
         return False
     if image.mode in ("P", "PA"):
@@ -481,7 +544,7 @@ def _has_colour(image: Image.Image) -> bool:
     return len(image.getbands()) > 2
 
 
-def _orientation(image: Image.Image, changes: Changes) -> int:
+def orientation_of(image: Image.Image, changes: Changes) -> int:
     """Return the EXIF orientation 1-8; 1 (upright) if the metadata is missing or corrupt."""
     if not image.info:
         return 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, features
 
-from tests.support.api import BadImage, Fit, decode, names_of_changes, probe
+from tests.support.api import BadImage, Fit, decode, names_of_changes, read_header
 from tests.support.odd_files import (
     COLOUR,
     COLOUR_ALPHA,
@@ -50,8 +50,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, on 
 
 def result(data: bytes, channels: int = 0, **fit) -> tuple[np.ndarray, set[str], object]:
     """The pixels (H, W, C) of a file in its own size, the names of its changes, and all of them."""
-    width, height, colour = probe(data)
-    channels = channels or (3 if colour else 1)
+    width, height, colours, _ = read_header(data, Fit(0, 0, 3))
+    channels = channels or colours
     pixels, changes = decode(data, Fit(width, height, channels, **fit))
     pixels = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
     return pixels, names_of_changes(changes), changes

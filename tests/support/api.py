@@ -153,12 +153,13 @@ __all__ += ["read_model", "save_model"]
 # Data: HDF5 files of other programs, random crops, augmentation
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
-from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops, probe
+from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops
 from hpctrain.data.pack import ExternalOptions, images_note
+from hpctrain.data.values import decode_stored, read_header
 
 __all__ += ["Augmentation", "ExternalOptions", "add_noise", "draw_crops"]
 __all__ += ["images_note", "read_external"]
-__all__ += ["BadImage", "Fit", "decode", "names_of_changes", "probe"]
+__all__ += ["BadImage", "Fit", "decode", "decode_stored", "names_of_changes", "read_header"]
 
 
 def names_of_changes(changes):

@@ -133,7 +133,7 @@ def tiff_of_12_bits(values: np.ndarray) -> bytes:
 
 
 def deflated_tiff(pixels: np.ndarray, stream: bytes, **others: int) -> bytes:
-    """A TIFF file of (H, W) uint8 pixels, whose only strip is this zlib stream."""
-    height, width = pixels.shape
+    """A TIFF file of (H, W) or (H, W, C) pixels, whose only strip is this zlib stream."""
+    height, width = pixels.shape[:2]
     tags = {"t256": width, "t257": height, "t259": 8, "t278": height, **others}
     return tiff(tiff_page(np.frombuffer(stream, np.uint8)[None], **tags))

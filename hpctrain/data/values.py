@@ -1,0 +1,382 @@
+"""Decode image files to (H, W, C) values of their own type: uint8, uint16, int16 or float32.
+
+`decode_stored` keeps what a file holds, and refuses by name what it cannot keep. Who reads it:
+
+* Pillow: pictures of 8 bits, as `images.decode` does it, and those kinds of deeper ones that it
+  reads exactly: gray of 16 bits (TIFF also of 12 bits, signed, and float32), and colours of 16 bits
+  in PNG and in TIFF. Pillow keeps the upper byte of such colours: a second decoding with the byte
+  order exchanged gives the lower one.
+* NumPy: ``.npy`` files, (H, W) or (H, W, C), and PPM of more than 8 bits.
+* tifffile: all other kinds of TIFF (``tiff.py``).
+
+Other types are widened where this is exact (int8, float16 and truth values), else refused with the
+range of their values. Values that grow towards black (WhiteIsZero) are inverted.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from PIL.ExifTags import Base as Tag
+from PIL.ImageFile import ImageFile
+
+from hpctrain.data.formats import (
+    DEEP_TRANSPARENCY,
+    PLANAR,
+    SIGNED,
+    TIFF_START,
+    TiffOnly,
+    has_further_channels,
+    has_white_at_zero,
+    is_deep,
+    load_whole,
+    open_image,
+    raw_mode,
+    tiff_tags,
+    tile_arguments,
+)
+from hpctrain.data.images import (
+    GRAY_ALPHA_16,
+    SIDEWAYS,
+    BadImage,
+    Changes,
+    Fit,
+    OtherKind,
+    bad_images,
+    decode,
+    decode_opened,
+    has_colour,
+    inspect,
+    orientation_of,
+)
+from hpctrain.data.samples import (
+    WIDENED,
+    Samples,
+    channel_count,
+    fit_samples,
+    other_size,
+)
+from hpctrain.data.tiff import invert, open_tiff
+
+MOST_CHANNELS = 64  # of an array whose first axis is the shortest: else it looks like (C, H, W)
+NPY_START = b"\x93NUMPY"
+ALPHA = 2  # ExtraSamples: colours are not multiplied by alpha
+UPPER_BYTES = re.compile(";16([BLN])$")  # raw modes of which Pillow keeps the upper byte
+OPPOSITE = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}
+
+
+class Header(NamedTuple):
+    """What `decode_stored` will make of a file in its own size and channels."""
+
+    width: int  # when upright
+    height: int
+    channels: int
+    dtype: str  # one of samples.KEPT, or a type that is refused when its values are read
+
+
+class Contents(NamedTuple):
+    """An opened image file: the functions that return its header, and read its values.
+
+    The latter is None for pictures of 8 bits, which `images.decode_opened` reads.
+    """
+
+    dtype: str  # as in the header
+    channels: int
+    header: Callable[[], Header]
+    read: Callable[[Changes], Samples] | None
+    image: Any = None  # of Pillow
+
+
+@bad_images()
+def decode_stored(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Changes]:
+    """Decode an image file, or convert an image of Pillow, which is not changed.
+
+    Returns values (H, W, C) of the file's own type, and what was changed: in the size and channels
+    of `fit`, or, where these are 0, of the file. `pack` calls this function with the `Fit` of its
+    options: whoever calls it with `Fit.of_pack` gets the values that `pack` writes. There are two
+    exceptions: in a pack of uint16, bytes are multiplied by 257, and packs of bytes that were made
+    by `--dtype uint8` are decoded by `decode_reduced`.
+
+    NaN and infinity are returned as they are, unless the image is resized. Raises BadImage.
+    """
+    return decode_contents(open_contents(data, fit), data, fit)
+
+
+@bad_images()
+def decode_reduced(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Changes]:
+    """Decode likewise, but to bytes: more than 8 bits are reduced to 8, as `images.decode` does it.
+
+    `fit` has a size and channels. Raises BadImage.
+    """
+    contents = open_contents(data, fit)
+    if contents.dtype == "uint8":
+        return decode_contents(contents, data, fit)
+    pixels, changes = decode(data, fit)
+    values = np.frombuffer(pixels, np.uint8)
+    return values.reshape(fit.height, fit.width, fit.channels), changes
+
+
+def decode_contents(
+    contents: Contents, data: bytes | Image.Image, fit: Fit
+) -> tuple[np.ndarray, Changes]:
+    """Decode an opened image file. Raises BadImage, and what Pillow and tifffile raise."""
+    changes = Changes()
+    if contents.read is not None:
+        return fit_samples(contents.read(changes), fit, changes), changes
+    if not fit.channels:
+        fit = fit._replace(channels=contents.channels)
+    if fit.channels not in (1, 3):
+        raise OtherKind(f"{contents.channels} channels, not {fit.channels:,}")
+    if fit.exact or not fit.width:
+        width, height, *_ = contents.header()
+        fit = fit.of_size(width, height)
+        if fit.exact and (width, height) != (fit.width, fit.height):
+            raise BadImage(other_size(width, height, fit))
+    if isinstance(data, Image.Image):
+        pixels, changes = decode(data, fit)
+    else:
+        pixels = decode_opened(contents.image, data, fit, changes)
+    values = np.frombuffer(pixels, np.uint8)
+    return values.reshape(fit.height, fit.width, fit.channels), changes
+
+
+@bad_images()
+def read_header(data: bytes, fit: Fit) -> Header:
+    """Return size, channels and type of an image file, decoding no more than a palette.
+
+    `fit` says whether pages are channels, and whether one or three channels are requested. Raises
+    BadImage.
+    """
+    return open_contents(data, fit).header()
+
+
+def open_contents(data: bytes | Image.Image, fit: Fit) -> Contents:
+    """Open an image file. Raises BadImage, ValueError, and what Pillow and tifffile raise."""
+    if isinstance(data, Image.Image):
+        return picture_contents(data, b"")
+    if data.startswith(NPY_START):
+        return array_contents(data)
+    if fit.pages and TIFF_START.match(data):
+        return tiff_contents(data, pages=True)
+    try:
+        image = open_image(data)
+    except TiffOnly as error:
+        return tiff_contents(data, reason=str(error))
+    reason = needs_tifffile(image, data, fit)
+    if reason:
+        return tiff_contents(data, reason=reason)
+    return picture_contents(image, data)
+
+
+def needs_tifffile(image: ImageFile, data: bytes, fit: Fit) -> str:
+    """Return what an opened TIFF holds that Pillow leaves out or reads wrongly, or ""."""
+    if image.format != "TIFF":
+        return ""
+    if has_further_channels(image) and fit.channels not in (1, 3):
+        return "a TIFF with channels beside its colours (--channels 3 leaves them out)"
+    if not is_deep(image, data):
+        return ""
+    is_planar = tiff_tags(image).get(Tag.PlanarConfiguration) == PLANAR
+    if is_planar or not UPPER_BYTES.search(raw_mode(image)) or image.mode != "RGB":
+        return f"a TIFF of {raw_mode(image)} values, of which Pillow keeps 8 bits"
+    return ""
+
+
+def tiff_contents(data: bytes, pages: bool = False, reason: str = "") -> Contents:
+    """Open a TIFF by tifffile."""
+    tiff = open_tiff(data, pages, reason)
+    channels = channel_count(tiff.channels, tiff.alpha, tiff.dtype)
+    header = make_header(tiff.width, tiff.height, channels, tiff.dtype, tiff.orientation)
+    return Contents(header.dtype, channels, lambda: header, lambda changes: tiff.read())
+
+
+def array_contents(data: bytes) -> Contents:
+    """Open a file of NumPy. Raises BadImage unless it holds (H, W) or (H, W, C) numbers."""
+    values = np.load(io.BytesIO(data), allow_pickle=False)
+    shape = values.shape
+    what = f"an array of {values.dtype} of shape {shape}"
+    if values.dtype.kind not in "biuf":
+        raise BadImage(f"{what}: only integers, floats and truth values are read")
+    if values.ndim not in (2, 3) or 0 in shape:
+        raise BadImage(f"{what}: expected (H, W) or (H, W, C), none of them 0")
+    if values.ndim == 2:
+        values = values[..., None]
+    elif shape[0] < min(shape[1:]) and shape[2] > MOST_CHANNELS:
+        raise BadImage(f"{what}, which looks like (C, H, W): transpose it to (H, W, C)")
+    height, width, channels = values.shape
+    samples = Samples(values, colours=3 if channels == 3 else 1)
+    header = make_header(width, height, channels, values.dtype)
+    return Contents(header.dtype, channels, lambda: header, lambda changes: samples)
+
+
+def make_header(
+    width: int, height: int, channels: int, dtype: np.dtype, orientation: int = 1
+) -> Header:
+    """Return the header of an image that is stored in this size, type and orientation."""
+    if orientation in SIDEWAYS:
+        width, height = height, width
+    name = dtype.newbyteorder("=").name
+    return Header(width, height, channels, WIDENED.get(name, name))
+
+
+def picture_contents(image: Any, data: bytes) -> Contents:
+    """Return what an opened image of Pillow holds. Raises BadImage."""
+    dtype = stored_type(image, data)
+    channels = 3 if has_colour(image) else 1
+    contents = Contents(
+        dtype=dtype,
+        channels=channels,
+        header=lambda: picture_header(image, channels, dtype),
+        read=None,
+        image=image,
+    )
+    if dtype == "uint8":
+        return contents
+    read = read_gray
+    if image.format == "AVIF":
+        read = refuse_avif
+    elif image.format == "PPM" and image.mode != "F":
+        read = read_netpbm
+    elif image.mode in ("RGB", "RGBA"):
+        read = read_colours
+    return contents._replace(read=partial(read, image, data))
+
+
+def picture_header(image: Any, channels: int, dtype: str) -> Header:
+    """Return the header of an image of Pillow. A PNG with metadata is decoded for it."""
+    tags = tiff_tags(image)
+    width, height = image.size
+    if tags:  # Pillow turns a TIFF when it opens or loads it
+        width = tags[Tag.ImageWidth]
+        height = tags[Tag.ImageLength]
+        orientation = tags.get(Tag.Orientation, 1)
+    else:
+        orientation = orientation_of(image, Changes())
+    return make_header(width, height, channels, np.dtype(dtype), orientation)
+
+
+def stored_type(image: Image.Image, data: bytes) -> str:
+    """Return the type of the values of an opened image of Pillow, as stored in its file."""
+    if image.mode == "F":
+        return "float32"
+    if not image.mode.startswith("I"):
+        return "uint16" if data and is_deep(image, data) else "uint8"
+    tags = tiff_tags(image)
+    is_signed = max(tags.get(Tag.SampleFormat, (1,))) == SIGNED
+    if tags and max(tags.get(Tag.BitsPerSample, (1,))) > 16:
+        return "int32" if is_signed else "uint32"
+    if tags:
+        return "int16" if is_signed else "uint16"
+    if image.mode == "I" and image.format not in ("PNG", "PPM", "JPEG2000"):
+        return "int32"  # of an image that a program made
+    return "uint16"
+
+
+def refuse_avif(image: Any, data: bytes, changes: Changes) -> Samples:
+    """Raise BadImage."""
+    raise BadImage("an AVIF of more than 8 bits, of which Pillow keeps 8: convert it to PNG")
+
+
+def read_gray(image: Any, data: bytes, changes: Changes) -> Samples:
+    """Read gray values of more than 8 bits that Pillow keeps."""
+    dtype = stored_type(image, data)
+    shift = unused_bits(image, data)
+    bits = max(tiff_tags(image).get(Tag.BitsPerSample, (16,)))
+    is_inverted = has_white_at_zero(image)
+    is_tiff = image.format == "TIFF"
+    if data:
+        inspect(image, data, changes)
+        image, _ = load_whole(image, data)
+    values = np.asarray(image)
+    if dtype == "uint32":
+        values = values.view(np.uint32)
+    values = values.astype(dtype)
+    if shift:
+        values >>= shift
+    if is_inverted:
+        values = invert(values, bits)
+    transparent = image.info.get("transparency")
+    return Samples(
+        values=values[..., None],
+        colours=1,
+        orientation=1 if is_tiff else orientation_of(image, changes),  # Pillow turns a TIFF
+        transparent=(transparent,) if isinstance(transparent, int) else None,
+    )
+
+
+def unused_bits(image: Image.Image, data: bytes) -> int:
+    """Return by how many bits Pillow shifts the values of a gray JPEG 2000 up.
+
+    Raises BadImage if they are signed.
+    """
+    if image.format != "JPEG2000":
+        return 0
+    size = data.find(b"\xff\x4f\xff\x51")  # ITU-T T.800, A.5.1: SOC, SIZ
+    depth = data[size + 42]
+    if depth & 128:
+        raise BadImage("a JPEG 2000 of signed values, which Pillow shifts: convert it to TIFF")
+    return 15 - (depth & 127)
+
+
+def read_colours(image: Any, data: bytes, changes: Changes) -> Samples:
+    """Read colours of 16 bits in a PNG or a chunky TIFF, or gray values with alpha of a PNG."""
+    raw = raw_mode(image)
+    transparent = image.info.get(DEEP_TRANSPARENCY)
+    inspect(image, data, changes)
+    is_tiff = image.format == "TIFF"
+    other = open_image(data)
+    alpha = ALPHA if image.mode == "RGBA" else 0
+    if raw == GRAY_ALPHA_16:  # four bytes a pixel
+        replace_raw_mode(other, "RGBA")
+        loaded, _ = load_whole(other, data)
+        values = np.asarray(loaded).view(">u2")
+    else:
+        replace_raw_mode(other, raw[:-1] + OPPOSITE[raw[-1]])
+        upper, _ = load_whole(image, data)
+        other.load()
+        values = np.asarray(upper).astype(np.uint16) << 8 | np.asarray(other)
+        loaded = upper
+    return Samples(
+        values=values,
+        colours=1 if raw == GRAY_ALPHA_16 else 3,
+        alpha=alpha,
+        orientation=1 if is_tiff else orientation_of(loaded, changes),
+        transparent=transparent,
+    )
+
+
+def replace_raw_mode(image: Any, raw: str) -> None:
+    """Let Pillow's decoder of an opened image take its pixels as `raw`."""
+    arguments = tile_arguments(image)
+    codec, extents, offset, *_ = image.tile[0]
+    changed: Any = (raw, *arguments[1:])
+    if len(changed) == 1:
+        changed = raw
+    first = type(image.tile[0])
+    tile = (codec, extents, offset, changed)
+    image.tile = [tile if first is tuple else first(*tile)]
+
+
+def read_netpbm(image: Any, data: bytes, changes: Changes) -> Samples:
+    """Read a PPM or PGM of more than 8 bits, whose values Pillow scales. Raises BadImage."""
+    codec, _, offset, *_ = image.tile[0]
+    width, height = image.size
+    channels = 3 if image.mode == "RGB" else 1
+    count = width * height * channels
+    if codec == "ppm_plain":
+        text = re.sub(rb"#[^\n\r]*", b"", data[offset:])
+        values = np.array([int(word) for word in text.split()[:count]], np.int64)
+    else:
+        size = min(count, (len(data) - offset) // 2)
+        values = np.frombuffer(data, ">u2", size, offset)
+    if len(values) < count:
+        raise BadImage(f"cut short: {len(values):,} of {count:,} values")
+    values = values.reshape(height, width, channels)
+    return Samples(values.astype(np.uint16), colours=channels)
