@@ -82,12 +82,22 @@ class Scale(NamedTuple):
         """Whether 1.0 stands for the largest value of the type; of floats, all are in [0, 1]."""
         if self.dtype in FULL:
             return self.divisor == FULL[self.dtype]
-        return self.divisor == 1 and is_unit(self.low, self.high)
+        return not self.is_integer and self.divisor == 1 and is_unit(self.low, self.high)
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether stored values are integers."""
+        return self.dtype not in FLOATS
+
+    @property
+    def extreme(self) -> float:
+        """The largest absolute value that is stored."""
+        return max(-self.low, self.high)
 
     @property
     def reach(self) -> float:
         """The largest absolute value of the network's input."""
-        return max(-self.low, self.high) / self.divisor
+        return self.extreme / self.divisor
 
     def is_like(self, other: Scale) -> bool:
         """Whether both networks have inputs of one scale."""
@@ -151,20 +161,21 @@ class Scale(NamedTuple):
             return 1.0
         if not self._has_range(dtype, low, high):
             self._refuse(f"values from {low:g} to {high:g}, and the training was on {self}")
-        if self.dtype in FULL and dtype in FLOATS and not is_whole:
+        if self.is_integer and dtype in FLOATS and not is_whole:
             self._refuse(f"{dtype} values that are not whole, and the training was on {self}")
         return self.divisor
 
     def _takes(self, dtype: str) -> bool:
         """Whether images of a type that is not the stored one have a meaning."""
         if self.is_full:
-            return dtype != "uint16" and self._is_bright
+            return dtype in ("uint8", *FLOATS) and self._is_bright
         if dtype in FLOATS:
             return True
-        # Integers are stored values if no smaller type has room for those of the training.
-        if dtype == "uint8":
-            return self.low >= 0 and FULL["uint8"] / 2 < self.high <= FULL["uint8"]
-        return self.low >= 0 and FULL["uint8"] < self.high <= FULL["uint16"]
+        # Integers are stored values if no smaller type has room for those of the training: in
+        # pictures of 8 and 16 bits, values may be scaled to the range of the type.
+        limits = np.iinfo(dtype)
+        smaller = {8: limits.max / 2, 16: limits.max >> 8}.get(limits.bits, 0)
+        return limits.min <= self.low and smaller < self.extreme <= limits.max
 
     @property
     def _is_bright(self) -> bool:
@@ -176,26 +187,24 @@ class Scale(NamedTuple):
         scale = self._replace(low=low, high=high)
         if scale.is_signed and not self.is_signed:
             return False
-        if self.dtype in FULL:
-            is_scaled = high <= 1 < self.high
-        else:
-            is_scaled = high <= 1 and self.high > DARK
-        if dtype in FLOATS and high > 0 and is_scaled:
+        least = DARK
+        if self.is_integer:
+            least = 1.0
+        is_scaled = 0 < scale.extreme <= 1 and self.extreme > least
+        if dtype in FLOATS and is_scaled:
             return False  # divided by something else before
         return scale.reach <= FAR * max(1.0, self.reach)
 
     def _refuse(self, text: str) -> NoReturn:
         """Raise UsageError with what can be given to this network."""
-        if self.dtype in FULL and self.is_full:
+        if not self.is_full:
+            usable = f"{self.dtype} values as stored (from {self.low:,g} to {self.high:,g})"
+        elif self.dtype in FLOATS:
+            usable = "floats in [0, 1]"
+        else:
             usable = self.dtype
             if self._is_bright:
                 usable += ", or floats in [0, 1]"
-        elif self.dtype in FULL:
-            usable = f"such {self.dtype} values, not scaled"
-        elif self.is_full:
-            usable = "floats in [0, 1]"
-        else:
-            usable = "such floats, not scaled"
         raise UsageError(f"{text}: give {usable}")
 
 

@@ -286,7 +286,8 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                     print_evaluation(result, task, config.split)
                 if config.mistakes:
                     default = network.path.with_name("mistakes.png")
-                    draw_mistakes(picture_path(config.output, default), result, task, split)
+                    picture = picture_path(config.output, default)
+                    draw_mistakes(picture, result, task, split, network.scale)
                 if config.output:
                     output = Path(config.output)
                     write_evaluation(output, result, split.pack, network.path, config.split)
@@ -318,19 +319,21 @@ def print_evaluation(result: Evaluation, task: Task, split: str) -> None:
     )
 
 
-def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split) -> None:
+def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split, scale: Scale) -> None:
     """Write a picture of the most confident mistakes, and print a line for each of them."""
     captions, total = task.mistakes(result.tallies)
     if not captions:
         say(f"{split.name}: no mistakes to draw")
         return
-    lines = draw_answers(path, split, captions)
+    lines = draw_answers(path, split, captions, scale)
     last = f"{path}: the {len(lines):,} most confident of {total:,} mistakes"
     say("\n".join([*lines, last]))
 
 
-def draw_answers(path: Path, source: ImageSource, captions: Sequence[Caption]) -> list[str]:
-    """Write a picture of images of `source`, as they are stored, each above its caption.
+def draw_answers(
+    path: Path, source: ImageSource, captions: Sequence[Caption], scale: Scale
+) -> list[str]:
+    """Write a picture of images of `source`, drawn by the network's scale, each above its caption.
 
     A caption is the image's name and the lines of its answer, of which the last two are red if it
     is wrong. Returns the captions, one line for each image.
@@ -338,13 +341,38 @@ def draw_answers(path: Path, source: ImageSource, captions: Sequence[Caption]) -
     rows = np.array([caption.row for caption in captions])
     images = np.empty((len(rows), *source.image_shape), source.dtype)
     source.gather(rows, images, bad=Bad())
-    images = unit_values(images, source.divisor)
     names = [source.source_of(row) or f"row {row}" for row in rows.tolist()]
     texts = [(name, *caption.lines) for name, caption in zip(names, captions, strict=True)]
     short = [(PurePath(name).name, *lines) for name, *lines in texts]
     wrong = [number for number, caption in enumerate(captions) if caption.is_wrong]
-    results.write_image(path, results.draw_captioned(images, short, wrong))
+    pictures, title = as_pictures(images, source.divisor, scale)
+    results.write_image(path, results.draw_captioned(pictures, short, wrong, title))
     return [", ".join(lines) for lines in texts]
+
+
+def as_pictures(images: np.ndarray, divisor: float, scale: Scale) -> tuple[np.ndarray, str]:
+    """Return stored images (n, H, W, C), divided by `divisor`, as pictures (n, H, W, 1 or 3), and
+    the title of these.
+
+    Of 2 channels the first is drawn, of more than 3 the first three. Where the network was not
+    trained on bytes, black and white are the smallest and the largest value of its training. The
+    title says both.
+    """
+    channels = images.shape[3]
+    parts = list[str]()
+    if channels == 2:
+        images = images[..., :1]
+        parts.append("channel 1 of 2")
+    elif channels > 3:
+        images = images[..., :3]
+        parts.append(f"channels 1, 2 and 3 of {channels} as red, green and blue")
+    if scale.is_bytes:
+        return unit_values(images, divisor), ", ".join(parts)
+    parts.append(f"{scale.dtype} values from {scale.low:,g} (black) to {scale.high:,g} (white)")
+    low = scale.low / scale.divisor
+    extent = (scale.high - scale.low) / scale.divisor or 1.0
+    values = (images / np.float64(divisor) - low) / extent
+    return np.nan_to_num(values, nan=0.0).clip(0, 1), ", ".join(parts)
 
 
 def picture_path(output: str | None, default: Path) -> Path:

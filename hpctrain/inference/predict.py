@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.config import PredictConfig
-from hpctrain.data.scale import FULL, Scale
+from hpctrain.data.scale import Scale
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
-from hpctrain.files import writing
+from hpctrain.files import whole_file, writing
 from hpctrain.inference.evaluate import draw_answers, open_network, open_split, picture_path
 from hpctrain.inference.trained import (
+    PICTURE_CHANNELS,
     Images,
     TrainedNetwork,
     list_images,
@@ -107,7 +108,7 @@ def write_table(
                 say(f"{output}: {total - len(bad):,} images {task.facts.answered}")
             if captions:
                 picture = picture_path(output, Path("predictions.png"))
-                draw_answers(picture, source, captions)
+                draw_answers(picture, source, captions, network.scale)
                 say(
                     f"{picture}: {len(captions):,} images with their answers",
                     sys.stderr if output == "-" else None,
@@ -141,17 +142,18 @@ def say_changes(images: Images, scale: Scale, comm: Comm) -> None:
 def write_images(
     network: TrainedNetwork, images: Images, config: PredictConfig, comm: Comm
 ) -> None:
-    """Restore every image with the network, and write PNG files to --output. Collective.
+    """Restore every image with the network, and write files of them to --output. Collective.
 
     They have the names of the images, all behind their numbers if two are the same, and values as
-    the training had them if these are 8 bits, or gray 16 bits; else 255 is 1.0.
+    stored for the training: PNG files where PNG can hold these, else .npy files (H, W, C).
     """
     folder = Path("restored" if config.output == PredictConfig.output else config.output)
     stems = [Path(file).stem for file in images.names]
     if len({*stems}) < len(stems):
         stems = [f"{number:06}-{stem}" for number, stem in enumerate(stems)]
-    names = [f"{stem}.png" for stem in stems]
     inference = network.inference
+    scale = network.scale
+    suffix = ".png" if is_png(scale.dtype, network.image_shape[2]) else ".npy"
     bad = Bad()
     mine = range(comm.rank, inference.blocks(len(images)), comm.size)
     with on_all(comm):
@@ -160,13 +162,16 @@ def write_images(
         for block, restored in inference.answers(images, mine):
             bad |= block.bad
             for row, image in zip(block.rows.tolist(), restored, strict=True):
-                write_image(folder / names[row], as_stored(image, network.scale))
-    say_changes(images, network.scale, comm)
+                write_stored(folder / f"{stems[row]}{suffix}", as_stored(image, scale))
+    say_changes(images, scale, comm)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
-        count = len(names) - len(bad)
-        say(f"{folder}: {count:,} images {inference.task.facts.answered}{png_note(network)}")
-    on_root(comm, report_unusable, config, bad, len(names), f"{folder} holds the others")
+        count = len(stems) - len(bad)
+        note = ""
+        if not scale.is_bytes or suffix == ".npy":
+            note = f" as {suffix} files of {scale.dtype}, values as in the training"
+        say(f"{folder}: {count:,} images {inference.task.facts.answered}{note}")
+    on_root(comm, report_unusable, config, bad, len(stems), f"{folder} holds the others")
 
 
 def report_unusable(config: PredictConfig, bad: Mapping[int, str], total: int, hint: str) -> None:
@@ -179,19 +184,27 @@ def report_unusable(config: PredictConfig, bad: Mapping[int, str], total: int, h
         say(f"left out, {len(bad):,} of {total:,} images: {reasons}", sys.stderr)
 
 
+def is_png(dtype: str, channels: int) -> bool:
+    """Whether PNG files, as Pillow writes them, hold images of this type with all their values."""
+    if dtype == "uint16":
+        return channels == 1
+    return dtype == "uint8" and channels in PICTURE_CHANNELS
+
+
 def as_stored(image: np.ndarray, scale: Scale) -> np.ndarray:
-    """Return a restored image (H, W, C) as PNG can hold it: stored integers, else as it is."""
-    if scale.dtype not in FULL or (scale.dtype == "uint16" and image.shape[2] > 1):
-        return image
-    values = (image * scale.divisor).round().clip(0, FULL[scale.dtype])
-    return values.astype(scale.dtype)
+    """Return a restored image (H, W, C) with values as stored for the training."""
+    values = image * scale.divisor
+    dtype = np.dtype(scale.dtype)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        values = values.round().clip(limits.min, limits.max)
+    return values.astype(dtype)
 
 
-def png_note(network: TrainedNetwork) -> str:
-    """Return what the values of restored images mean, if that is not the same for all files."""
-    if network.scale.is_bytes:
-        return ""
-    pixel = as_stored(np.zeros((1, 1, network.image_shape[2]), np.float32), network.scale)
-    if pixel.dtype.kind == "f":
-        return " as PNG of 8 bits, 255 is 1.0"
-    return f" as PNG of {8 * pixel.itemsize} bits, values as in the training"
+def write_stored(path: Path, image: np.ndarray) -> None:
+    """Write an image (H, W, C) of stored values as a PNG or .npy file. Raises RunError."""
+    if path.suffix == ".png":
+        write_image(path, image)
+        return
+    with writing(path), whole_file(path) as file:
+        np.save(file, image)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -86,20 +87,16 @@ def draw_captioned(
     images: np.ndarray,
     captions: Sequence[tuple[str, ...]],
     marked: Collection[int] = (),
+    title: str = "",
 ) -> np.ndarray:
-    """Draw images (n, H, W, C) in rows, each above the lines of its caption.
+    """Draw images (n, H, W, 1 or 3) in rows, each above the lines of its caption.
 
-    Returns an array (h, w, 3) of uint8. Images are enlarged or shrunk to a readable size; floats
-    outside of [0, 1] are scaled by the range of their values. Lines wider than a column are
+    Images are uint8, or floats in [0, 1]. They are enlarged or shrunk to a readable size. Returns
+    an array (h, w, 3) of uint8, with the `title` above all of them. Lines wider than a column are
     shortened. The last two lines below the images with the numbers `marked` are red.
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    if images.dtype != np.uint8:
-        images = np.nan_to_num(images.astype(np.float32))
-        low = min(0.0, float(images.min()))
-        high = max(1.0, float(images.max()))
-        images = (images - low) / (high - low)
     scale = max(1, SIDE // min(images.shape[1:3]))
     tiles = [_image(image.repeat(scale, 0).repeat(scale, 1)) for image in images]
     for tile in tiles:
@@ -108,13 +105,19 @@ def draw_captioned(
     width = max(tiles[0].width, NARROWEST) + 2 * GAP
     columns = min(len(tiles), IN_A_ROW)
     rows = -(-len(tiles) // columns)
-    sheet = Image.new("RGB", (columns * width, rows * height), "white")
-    draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(size=LINE - 3)
+    head = 0
+    across = columns * width
+    if title:
+        head = LINE + GAP
+        across = max(across, math.ceil(font.getlength(title)) + 2 * GAP)
+    sheet = Image.new("RGB", (across, head + rows * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.text((GAP, GAP), title, fill="black", font=font)
     for number, (tile, lines) in enumerate(zip(tiles, captions, strict=True)):
         row, column = divmod(number, columns)
         left = GAP + column * width
-        top = GAP + row * height
+        top = head + GAP + row * height
         sheet.paste(tile, (left, top))
         for place, line in enumerate(lines):
             shorter = (brief(line, most) for most in range(len(line), 2, -1))

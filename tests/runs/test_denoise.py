@@ -81,7 +81,7 @@ def test_images_are_restored_with_the_values_of_the_training(tmp_path):
     Image.fromarray(images[5, ..., 0].astype("u2") * 16).save(tmp_path / "5.png")
     ended = command(1, "predict", run, tmp_path / "5.png", "--output", tmp_path / "clean")
     assert ended.code == 0, ended.err
-    assert "1 images restored as PNG of 16 bits, values as in the training" in ended.out
+    assert "1 images restored as .png files of uint16, values as in the training" in ended.out
     network = hp.load(run)
     with torch.no_grad():
         output = network.model(network.preprocess(tmp_path / "5.png"))[0, 0].numpy()
@@ -91,6 +91,22 @@ def test_images_are_restored_with_the_values_of_the_training(tmp_path):
         AssertionError, match="uint16 values from 0 to .*: give another --max-value"
     ):
         train_once(path, *words, "--max-value", "255", run="b")
+
+
+def test_values_that_png_cannot_hold_are_restored_as_arrays(tmp_path):
+    images, labels = pixels(64, (8, 8, 3), 3)
+    path = write(tmp_path / "a.h5", (images / 255).astype("f4"), labels)
+    words = ["--images", "x", "--labels", "y", "--task", "denoise", "--epochs", "1"]
+    run = train_once(path, *words)
+    Image.fromarray(images[5]).save(tmp_path / "5.png")
+    ended = command(1, "predict", run, tmp_path / "5.png", "--output", tmp_path / "clean")
+    assert "1 images restored as .npy files of float32, values as in the training" in ended.out
+    network = hp.load(run)
+    with torch.no_grad():
+        output = network.model(network.preprocess(images[5]))[0].permute(1, 2, 0).numpy()
+    restored = np.load(tmp_path / "clean/5.npy")
+    assert restored.dtype == np.float32 and restored.shape == (8, 8, 3)
+    assert np.allclose(restored, output, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -9,6 +9,7 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support.api import command_line
+from tests.support.external import write
 from tests.support.packs import make_pack
 from tests.support.pictures import arrays, class_folders, tiles
 from tests.support.ranks import command
@@ -79,6 +80,34 @@ def test_images_of_jpeg_files_and_floats_are_drawn(tmp_path):
         images = split.gather(np.arange(len(split)), np.empty((len(split), 13, 17, 3), np.uint8))
     sheet = read_sheet(tmp_path / "jpeg.png")
     assert sum(place is not None for place in tiles(sheet[:, :, 0], images, 6)) == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high", "channels"), [("u2", 0, 4000, 5), ("f4", -3.0, 9.0, 2)]
+)
+def test_images_of_any_type_are_drawn_by_the_range_of_the_training(
+    tmp_path, dtype, low, high, channels
+):
+    """Of more than 3 channels, the first three; of 2, the first. A title says so."""
+    steps = np.random.default_rng(0).integers(0, 256, (40, 12, 12, channels))
+    steps[:, 0, :2] = [[0], [255]]
+    images = (low + steps * ((high - low) / 255)).astype(dtype)
+    path = write(tmp_path / "a.h5", images, np.arange(40) % 2)
+    words = ["--images", "x", "--labels", "y", "--layout", "NHWC", "--split", "0.5,0.5"]
+    words += ["--max-value", "4095"]
+    run = train_once(path, "--model", "tests.support.nets:OneLayer", *words)
+    words = [run, "--trust-code", "--split", "test", *ONE_THREAD, "--output"]
+    assert command(1, "predict", *words, tmp_path / "a.csv", "--figure", "9").code == 0
+    assert command(1, "evaluate", *words, tmp_path / "b.json", "--mistakes", "9").code == 0
+    shown = ((images.astype(float) - low) / (high - low) * 255).round().clip(0, 255).astype(int)
+    for name in "ab":
+        sheet = read_sheet(tmp_path / f"{name}.png")
+        assert (sheet[4:20, 4:300] < 128).any(), "a title"
+        assert (sheet[4:20] == sheet[4:20, :, :1]).all()
+        for channel in range(3):
+            shift = channel if channels == 5 else 0
+            places = tiles(sheet[20:, :, channel], shown[..., shift : shift + 1], 7)
+            assert sum(place is not None for place in places) == 9
 
 
 @pytest.mark.ranks(1, 3)
