@@ -59,6 +59,30 @@ def value_range(values: np.ndarray) -> tuple[float, float, bool]:
     return float(finite.min()), float(finite.max()), is_whole
 
 
+def can_hold(dtype: np.dtype, value: float) -> bool:
+    """Whether an integer or float type, or bool, has this value; of NaN, whether it has that."""
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return bool(np.isnan(value) or np.isfinite(dtype.type(value)))
+    if not float(value).is_integer():
+        return False
+    if dtype.kind == "b":
+        return 0 <= value <= 1
+    limits = np.iinfo(dtype)
+    return bool(limits.min <= value <= limits.max)
+
+
+def is_nodata(values: np.ndarray, nodata: float) -> np.ndarray:
+    """Return where stored values are `nodata` in their own type, or NaN if it is NaN, as bool."""
+    if not can_hold(values.dtype, nodata):
+        return np.zeros(values.shape, bool)
+    if np.isnan(nodata):
+        return np.isnan(values)
+    if values.dtype.kind != "f":
+        nodata = int(nodata)
+    return np.asarray(values == values.dtype.type(nodata))
+
+
 class Scale(NamedTuple):
     """How the images of a training were scaled. It is saved with networks."""
 
