@@ -36,7 +36,7 @@ _NAMES = {  # of the public API, by module
     "inference.evaluate": ("Evaluation",),
     "inference.trained": ("Predictions", "TrainedNetwork", "load"),
     "models": ("build",),
-    "packing.write": ("write_pack",),
+    "packing.arrays": ("write_pack",),
     "parallel.batchnorm": ("BatchNorms",),
     "parallel.message": ("Message",),
     "parallel.mpi": ("start_mpi",),
@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # "as" exports a name
     from hpctrain.inference.trained import TrainedNetwork as TrainedNetwork
     from hpctrain.inference.trained import load as load
     from hpctrain.models import build as build
-    from hpctrain.packing.write import write_pack as write_pack
+    from hpctrain.packing.arrays import write_pack as write_pack
     from hpctrain.parallel.batchnorm import BatchNorms as BatchNorms
     from hpctrain.parallel.message import Message as Message
     from hpctrain.parallel.mpi import start_mpi as start_mpi

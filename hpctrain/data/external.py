@@ -106,7 +106,7 @@ def read_external(path: str | os.PathLike[str], options: ExternalOptions) -> Pac
         for name, rows in draw_splits(pack, split, classes, options).items():
             splits[name] = info._replace(
                 samples=len(rows),
-                labels=classes[rows],
+                targets=classes[rows],
                 rows=rows.astype(np.min_scalar_type(info.samples)),
                 probe=probes[split].crc32,
             )
@@ -187,7 +187,7 @@ def read_content(file: h5py.File, options: ExternalOptions) -> Content:
             path=os.path.abspath(os.fsdecode(images.file.filename)),
             samples=len(images),
             images=stored,
-            labels=content.labels[split],
+            targets=content.labels[split],
         )
         unused = [attribute for attribute in CONVENTIONS if attribute in images.attrs]
         if unused:

@@ -1,16 +1,21 @@
-"""The pack format, version 3: one HDF5 file whose samples are read by byte offset.
+"""The pack format, version 4: one HDF5 file whose samples are read by byte offset.
 
 Root attributes: ``format``, ``version``, ``classes`` (UTF-8 strings), ``image_shape`` (H, W, C),
 ``fit`` (of JPEG files: "stretch" to that size, or first "crop" to its proportions, centred; else
-empty), ``mean`` and ``std`` (per channel of train, in [0, 1]) and ``provenance`` (JSON). The root's
-dataset ``identity``, (36,) uint8, is a UUID made from all of this and from the checksums. Each
-split is a group of contiguous datasets:
+empty), ``mean`` and ``std`` (per channel of train, of values divided as ``Scale`` says),
+``provenance`` (JSON), ``targets`` (JSON, what kind they are: {"kind": "class"}) and ``scale``
+(JSON: ``dtype`` of the images, ``max_value`` that becomes 1.0 or null, the ``nodata`` value, "nan"
+or null, and the statistics of train by channel, without nodata, as stored: ``count``, ``low``,
+``high``, and exactly, as texts, ``sum`` and ``sum_of_squares``). The root's dataset ``identity``,
+(36,) uint8, is a UUID made from all of this and from the checksums. Each split is a group of
+contiguous datasets:
 
-    images      (N, H, W, C) uint8, or of JPEG files, which are gray or YCbCr and upright,
+    images      (N, H, W, C) uint8, uint16, int16 or float32; or of JPEG files, which are gray or
+                YCbCr and upright,
     bytes       (B,) uint8, the files one after another, and
     offsets     (N + 1,) int64: file i is bytes[offsets[i]:offsets[i + 1]]
-    labels      (N,) int32
-    crc32       (N,) uint32: zlib.crc32(image, label), of the image's bytes, seeded by its label
+    targets     (N,) int32, classes
+    crc32       (N,) uint32: zlib.crc32(image, class), of the image's bytes, seeded by its class
     names, name_offsets   likewise uint8 and int64: where each sample comes from, if it is kept
 
 ``read_pack`` checks on rank 0 everything that reading by offset relies on. With its result, which
@@ -23,15 +28,17 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.data.scale import BYTES, FULL, Scale
+from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
 from hpctrain.text import counted, listed, printable
 
@@ -39,7 +46,9 @@ if TYPE_CHECKING:
     import h5py
 
 FORMAT = "hpctrain-pack"
-VERSION = 3
+VERSION = 4
+TYPES = ("uint8", "uint16", "int16", "float32")  # of images in packs; little endian
+CLASS_TARGETS = {"kind": "class"}  # what the targets of a pack are
 ALIASES = {  # common names of splits
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -63,7 +72,7 @@ class SplitInfo(NamedTuple):
     path: str  # the file with all these arrays
     samples: int
     images: Stored  # pixels, or the bytes of JPEG files
-    labels: Stored | np.ndarray  # an array (N,): of an external file
+    targets: Stored | np.ndarray  # classes; an array (N,): of an external file
     crc32: Stored | None = None
     offsets: Stored | None = None  # in a pack of JPEG files
     names: Stored | None = None  # bytes
@@ -90,7 +99,7 @@ class ExternalOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """A description of a pack, or of an external HDF5 file (without mean and std)."""
+    """A description of a pack, or of an external HDF5 file (without statistics)."""
 
     path: str
     uuid: str
@@ -98,8 +107,10 @@ class Pack:
     classes: tuple[str, ...]
     splits: dict[str, SplitInfo]
     sizes: dict[str, int]  # bytes of all files, by path
-    mean: tuple[float, ...] = ()  # (C,) of train, in [0, 1]
+    mean: tuple[float, ...] = ()  # (C,) of train, divided as `scale` says
     std: tuple[float, ...] = ()  # (C,)
+    statistics: ChannelStatistics | None = None  # of train, as stored
+    max_value: float | None = None  # what becomes 1.0, if it was said when the pack was made
     provenance: dict[str, Any] = field(default_factory=dict)
     identity: Stored | None = None  # the UUID in the file of a pack
     fit: str = ""  # in a pack of JPEG files: stretch or crop
@@ -116,6 +127,13 @@ class Pack:
         if stored == np.float64 and self.scale.is_divided:
             return np.dtype("float32")
         return stored
+
+    def with_max_value(self, max_value: float) -> Pack:
+        """Return this pack with values divided by `max_value`, and mean and std of these."""
+        assert self.statistics is not None
+        mean, std = self.statistics.mean_and_std(max_value)
+        scale = scale_of(self.scale.dtype, max_value, self.statistics)
+        return replace(self, mean=mean, std=std, scale=scale, max_value=max_value)
 
     @property
     def image_bytes(self) -> int:
@@ -171,7 +189,10 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
             )
         version = int(file.attrs["version"])
         if version != VERSION:
-            raise Unusable(f"its format version is {version}, not {VERSION}: pack again")
+            raise Unusable(
+                f"its format version is {version}, not {VERSION}: make it again,"
+                f" {packing_command(path, file.attrs)}"
+            )
         facts = read_facts(file)
         names = ordered(name for name in file if name != "identity")
         identity = bytes(file["identity"][:]).decode()
@@ -180,6 +201,14 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                 "it is corrupt: its attributes or checksums are not those of its identity; copy or"
                 " pack it again"
             )
+        scale = facts["scale"]
+        if scale["dtype"] not in TYPES or facts["targets"] != CLASS_TARGETS:
+            raise Unusable(
+                f"it holds {scale['dtype']} images with targets {facts['targets']}, which this"
+                " version does not know: install a later one"
+            )
+        nodata = scale["nodata"]
+        statistics = ChannelStatistics.from_json(scale, None if nodata is None else float(nodata))
         return Pack(
             path=path,
             uuid=identity,
@@ -189,6 +218,9 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
             sizes={path: os.path.getsize(path)},
             mean=tuple(facts["mean"]),
             std=tuple(facts["std"]),
+            statistics=statistics,
+            max_value=scale["max_value"],
+            scale=scale_of(scale["dtype"], scale["max_value"], statistics),
             provenance=facts["provenance"],
             identity=locate_dataset(file["identity"], {}),
             fit=facts["fit"],
@@ -199,17 +231,18 @@ def _read_split(path: str, group: h5py.Group, facts: Mapping[str, Any]) -> Split
     """Read where the datasets of a split are stored. Raises Unusable."""
     from hpctrain.data.hdf5 import locate_in_one_piece
 
-    labels = locate_in_one_piece(group, "labels", "<i4")
-    samples = labels.shape[0]
+    targets = locate_in_one_piece(group, "targets", "<i4")
+    samples = targets.shape[0]
     if facts["fit"]:
         images = locate_in_one_piece(group, "bytes", "u1")
     else:
-        images = locate_in_one_piece(group, "images", "u1", (samples, *facts["image_shape"]))
+        dtype = np.dtype(facts["scale"]["dtype"]).newbyteorder("<").str
+        images = locate_in_one_piece(group, "images", dtype, (samples, *facts["image_shape"]))
     split = SplitInfo(
         path=path,
         samples=samples,
         images=images,
-        labels=labels,
+        targets=targets,
         crc32=locate_in_one_piece(group, "crc32", "<u4", (samples,)),
     )
     if facts["fit"]:
@@ -233,19 +266,80 @@ def read_facts(file: h5py.File) -> dict[str, Any]:
         "mean": [float(value) for value in attributes["mean"]],
         "std": [float(value) for value in attributes["std"]],
         "provenance": json.loads(attributes["provenance"]),
+        "targets": json.loads(attributes["targets"]),
+        "scale": json.loads(attributes["scale"]),
     }
 
 
+def scale_of(dtype: str, max_value: float | None, statistics: ChannelStatistics) -> Scale:
+    """Return the scale of a pack's images. Bytes that are divided by 255 may have any value."""
+    divisor = max_value or FULL.get(dtype, 1.0)
+    scale = Scale(dtype=dtype, divisor=divisor, nodata=statistics.nodata)
+    if scale.is_bytes or not statistics.count.any():
+        return scale
+    return scale._replace(low=float(statistics.low.min()), high=float(statistics.high.max()))
+
+
+def range_note(statistics: ChannelStatistics, scale: Scale, option: str) -> str:
+    """Return a note on a largest value of integers far below what becomes 1.0, "" if there is none.
+
+    `option` is what sets that value: "--max-value ", or "max_value=" in Python.
+    """
+    if scale.dtype not in FULL or not scale.is_full or not statistics.count.any():
+        return ""
+    dark = statistics.high < scale.divisor / 2
+    most = statistics.high.max()
+    if dark.all():
+        largest = max(1, int(most))
+        return (
+            f"the largest value is {most:,.0f} of {scale.divisor:,.0f}: {option}{largest} makes it"
+            " 1.0"
+        )
+    if not dark.any():
+        return ""
+    channels = [f"{k} ({max(0, statistics.high[k]):,.0f})" for k in np.flatnonzero(dark)]
+    return (
+        f"of {scale.divisor:,.0f}, which becomes 1.0, the largest value is below a half in channel"
+        f" {listed(channels)}: --normalize pack scales each channel by itself"
+    )
+
+
+def packing_command(path: str, attributes: Mapping[str, Any]) -> str:
+    """Return what makes a pack of an earlier version again, as far as its attributes say it."""
+    facts = json.loads(attributes["provenance"])
+    words = ["python -m hpctrain pack"]
+    if "styles" in facts:
+        words.append("digits")
+    elif "kind" in facts:
+        words.append(shlex.quote(facts["source"]))
+        words.append(f"--size {facts['size']} --channels {facts['channels']}")
+    else:
+        return "from its arrays, by hp.write_pack"
+    if facts.get("fit") == "crop":
+        words.append("--crop")
+    if "encoding" in facts:
+        words.append("--encoding jpeg")
+    for name in ("background", "split", "fold", "seed"):
+        if facts.get(name):
+            words.append(f"--{name} {facts[name]}")
+    words.append(f"--output {shlex.quote(path)} --overwrite")
+    return " ".join(words)
+
+
 def images_note(pack: Pack) -> str | None:
-    """Return a note for the record on how an external file is understood, or None."""
-    if pack.external is None:
-        return None
+    """Return a note for the record on how images are understood, None for a pack of bytes."""
     images = pack.splits["train"].images
     scale = pack.scale
     height, width, channels = pack.image_shape
-    shape = f"{height} rows x {width} columns x {counted(channels, 'channel')} ({pack.layout})"
+    shape = f"{height} rows x {width} columns x {counted(channels, 'channel')}"
+    if pack.external is None:
+        if scale == BYTES or pack.statistics is None:
+            return None
+        note = f"{os.path.basename(pack.path)} holds images of {shape}: {scale}"
+        unused = range_note(pack.statistics, scale, "--max-value ")
+        return "; ".join(filter(None, [note, unused]))
     note = (
-        f"{images.dataset} is read as {images.shape[0]:,} images of {shape}, of"
+        f"{images.dataset} is read as {images.shape[0]:,} images of {shape} ({pack.layout}), of"
         f" {len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
     )
     if channels > min(height, width, MOST_CHANNELS):

@@ -90,6 +90,7 @@ class Scale(NamedTuple):
     divisor: float = 255.0
     low: float = 0.0  # smallest and largest stored value of the images that were probed
     high: float = 255.0
+    nodata: float | None = None  # stored value that stands for none; NaN = NaN
 
     @property
     def is_bytes(self) -> bool:
@@ -144,6 +145,8 @@ class Scale(NamedTuple):
         text = f"{self.dtype} values from {self.low:g} to {self.high:g}"
         if self.divisor != 1:
             text += f", divided by {self.divisor:g}"
+        if self.nodata is not None:
+            text += f", without nodata ({self.nodata:g})"
         return text
 
     def apply(self, values: np.ndarray) -> np.ndarray:
@@ -232,4 +235,4 @@ class Scale(NamedTuple):
         raise UsageError(f"{text}: give {usable}")
 
 
-BYTES = Scale()  # the scale of a pack
+BYTES = Scale()  # the scale of a pack of bytes

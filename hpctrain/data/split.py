@@ -22,7 +22,7 @@ import numpy as np
 
 from hpctrain.data.pack import LAYOUTS, Pack, checksum
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.scale import unit_values
+from hpctrain.data.scale import is_nodata, unit_values
 from hpctrain.data.stored import File, OffsetRows, RowReader, Stored, as_bytes
 from hpctrain.errors import RunError, UsageError
 
@@ -41,7 +41,7 @@ Bad = dict[int, str]  # samples that cannot be used, and why
 
 
 class HeldNumbers(NamedTuple):
-    """Labels, checksums and offsets that are kept in memory, by the names in `SplitInfo`."""
+    """Targets, checksums and offsets that are kept in memory, by the names in `SplitInfo`."""
 
     samples: range
     arrays: dict[str, np.ndarray]  # (n,) each; of offsets, (n + 1,)
@@ -51,8 +51,8 @@ class Split:
     """The samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
 
     Images have the shape ``image_shape`` (H, W, C) and are stored values of the type ``dtype``:
-    uint8, or what an external file holds. Divided by ``divisor``, they must be finite. A sample's
-    checksum is compared when it is first read.
+    what a pack or an external file holds. Divided by ``divisor``, they must be finite, but for
+    ``nodata``. A sample's checksum is compared when it is first read.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Split:
         self.image_shape = pack.image_shape
         self.dtype = pack.dtype
         self.divisor = pack.scale.divisor
+        self.nodata = pack.scale.nodata
         self.threads = threads
         self._threads: ThreadPoolExecutor | None = None  # decode JPEG files
         self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
@@ -161,7 +162,7 @@ class Split:
         self._read_images(rows, out)
         unusable = self._compare(indices, out)
         if self.dtype.kind == "f" or self.divisor < 1:
-            finite = are_finite(out, self.divisor)
+            finite = are_finite(out, self.divisor, self.nodata)
             unusable |= dict.fromkeys(indices[~finite].tolist(), NOT_FINITE)
         return unusable
 
@@ -177,7 +178,7 @@ class Split:
         that, too, without `bad`.
         """
         self._check_indices(indices)
-        labels = self._read_numbers("labels", indices).astype(np.int64)
+        labels = self._read_numbers("targets", indices).astype(np.int64)
         classes = len(self.pack.classes)
         wrong = (labels < 0) | (labels >= classes)
         if wrong.any():
@@ -199,7 +200,7 @@ class Split:
         return counts
 
     def hold(self, samples: range) -> None:
-        """Keep the labels, checksums and offsets of `samples` in memory; others are read on demand.
+        """Keep targets, checksums and offsets of `samples` in memory; others are read on demand.
 
         The kernel is asked to read their images, too: at once if they take 1 GiB at most, else
         those of every call of `gather` when they are first read.
@@ -213,7 +214,7 @@ class Split:
             if not self._is_read_ahead:
                 self._file.read_ahead(place.start, len(place))
         stops = {
-            "labels": samples.stop,
+            "targets": samples.stop,
             "crc32": samples.stop,
             "offsets": samples.stop + 1,
         }
@@ -227,7 +228,7 @@ class Split:
         self._held = HeldNumbers(samples, arrays)
 
     def _read_numbers(self, name: str, indices: np.ndarray) -> np.ndarray:
-        """Return the labels, checksums or offsets of these samples, (n,). Raises RunError."""
+        """Return the targets, checksums or offsets of these samples, (n,). Raises RunError."""
         stored = getattr(self.info, name)
         if isinstance(stored, np.ndarray):
             return stored[indices]
@@ -393,8 +394,8 @@ class Split:
         if self.info.crc32:
             if seen.any():
                 images = [images[place] for place in np.flatnonzero(~seen).tolist()]
-            labels = self._read_numbers("labels", new).tolist()
-            checksums = [*map(checksum, images, labels)]
+            targets = self._read_numbers("targets", new).tolist()
+            checksums = [*map(checksum, images, targets)]
             agrees = np.array(checksums, np.uint32) == self._read_numbers("crc32", new)
         self._seen[new[agrees]] = True
         why = CORRUPT
@@ -403,12 +404,17 @@ class Split:
         return dict.fromkeys(new[~agrees].tolist(), why)
 
 
-def are_finite(images: np.ndarray, divisor: float) -> np.ndarray:
-    """Return whether the values of each image (n, H, W, C) are finite, also divided: (n,) bool."""
-    finite = np.isfinite(images).all(axis=(1, 2, 3))
+def are_finite(images: np.ndarray, divisor: float, nodata: float | None = None) -> np.ndarray:
+    """Return whether the values of each image (n, H, W, C) are finite, also divided: (n,) bool.
+
+    Values that are `nodata` count as finite.
+    """
+    finite = np.isfinite(images)
     if divisor < 1:
-        finite &= np.isfinite(unit_values(images, divisor)).all(axis=(1, 2, 3))
-    return finite
+        finite &= np.isfinite(unit_values(images, divisor))
+    if nodata is not None:
+        finite |= is_nodata(images, nodata)
+    return finite.all(axis=(1, 2, 3))
 
 
 def describe_first(all_bad: Iterable[Bad]) -> str | None:

@@ -93,8 +93,8 @@ class ChannelStatistics:
         has_values = self.count > 0
         return {
             "count": self.count.tolist(),
-            "low": np.where(has_values, self.low, None).tolist(),
-            "high": np.where(has_values, self.high, None).tolist(),
+            "low": np.where(has_values, self.low, 0.0).tolist(),
+            "high": np.where(has_values, self.high, 0.0).tolist(),
             "sum": [str(Fraction(total, 1 << UNIT)) for total in self._sums],
             "sum_of_squares": [str(Fraction(total, 1 << 2 * UNIT)) for total in self._squares],
         }

@@ -44,14 +44,16 @@ from hpctrain.data.orders import assign, check_splits, divide_by_shares, fill, s
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.split import Bad, Split, pieces
+from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
+from hpctrain.packing.arrays import write_pack
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
 from hpctrain.packing.digits import generate
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.workers import RunTasks
-from hpctrain.packing.write import PackWriter, write_pack, writing_pack
+from hpctrain.packing.write import PackWriter, writing_pack
 from hpctrain.report.console import make_console
 from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, listed_names, say
 from hpctrain.watchdog import doing
@@ -463,7 +465,7 @@ def write_images(
     ]
     crc32 = np.zeros(count, np.uint32)
     sizes = np.zeros(count, np.int64)
-    sums = np.zeros((2, fit.channels), np.uint64)  # of train
+    statistics = ChannelStatistics(fit.channels)  # of train
     bad: dict[int, str] = {}
     writer: PackWriter | None = None
     changed = PackChanges(np.zeros(count, np.uint32))
@@ -491,7 +493,7 @@ def write_images(
             sizes[part] = done.sizes
             changed.add(part, done)
             if part.start < counts["train"]:  # which comes first
-                sums += done.sums
+                statistics.merge(done.statistics)
             bad |= {int(order[part.start + row]): why for row, why in done.bad}
         if bad:
             raise BadFiles(bad)
@@ -522,7 +524,7 @@ def write_images(
             fit_of_files = "crop" if fit.crop else "stretch"
         writer.finish(
             crc32=crc32,
-            sums=sums,
+            statistics=statistics,
             classes=source.classes,
             provenance=facts,
             fit=fit_of_files,
@@ -702,5 +704,8 @@ def print_table(pack: Pack) -> None:
         table.add_row(name, *(f"{count:,}" for count in line))
     make_console().print(table)
     height, width, channels = pack.image_shape
-    say(f"images  {width} x {height} pixels, {counted(channels, 'channel')}")
+    text = f"images  {width} x {height} pixels, {counted(channels, 'channel')}"
+    if not pack.scale.is_bytes:
+        text += f", {pack.scale}"
+    say(text)
     say(f"file    {pack.path}, {bytes_text(pack.sizes[pack.path])}")

@@ -21,12 +21,12 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image
 
 from hpctrain.cluster import end_with_parent
 from hpctrain.data.images import BadImage, Changes, Fit, as_jpeg, decode
 from hpctrain.data.listing import Slice, read_files
 from hpctrain.data.pack import checksum
+from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.errors import RunError
 from hpctrain.files import write_at
 from hpctrain.watchdog import doing
@@ -58,7 +58,7 @@ class Decoded(NamedTuple):
 
     crc32: np.ndarray  # (n,) uint32
     sizes: np.ndarray  # (n,) int64, bytes
-    sums: np.ndarray  # (2, C) uint64: of the values of each channel and of their squares
+    statistics: ChannelStatistics
     bad: list[tuple[int, str]]  # unreadable ones, with the reason
     changes: np.ndarray  # (n,) uint32, of Change
     deepest: int  # largest value of more than 8 bits
@@ -127,10 +127,12 @@ def decode_images(
     if path:
         with open(path, "r+b", buffering=0) as output:
             write_at(output.fileno(), pixels, offset)
+    statistics = ChannelStatistics(fit.channels)
+    statistics.add(np.frombuffer(pixels, np.uint8))
     return Decoded(
         crc32=crc32,
         sizes=sizes,
-        sums=channel_sums(pixels, fit.channels),
+        statistics=statistics,
         bad=bad,
         changes=kinds,
         deepest=deepest,
@@ -157,15 +159,6 @@ def write_files(
                 checksums[row] = checksum(file, labels[row])
                 output.write(file)
     return checksums
-
-
-def channel_sums(pixels: memoryview, channels: int) -> np.ndarray:
-    """Return the exact sums of each channel's values and of their squares, (2, C) uint64."""
-    planes = np.frombuffer(pixels, np.uint8).reshape(-1, channels).T
-    counts = [Image.fromarray(np.ascontiguousarray(plane)[None]).histogram() for plane in planes]
-    values = np.arange(256, dtype=np.uint64)
-    by_channel = np.array(counts, np.uint64)
-    return np.stack([by_channel @ values, by_channel @ values**2])
 
 
 @contextmanager

@@ -191,10 +191,10 @@ def balance_note(order: Order, shards: range, classes: Sequence[str], comm: Comm
 def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str:
     """Return a note on the memory that --shuffle global takes on each rank, "" if it is little.
 
-    A rank then keeps the labels, checksums and offsets of all samples. Raises UsageError if that is
+    A rank then keeps targets, checksums and offsets of all samples. Raises UsageError if that is
     more than the memory of this host, on which `ranks` ranks run.
     """
-    columns = (info.labels, info.offsets, info.crc32 if config.verify else None)
+    columns = (info.targets, info.offsets, info.crc32 if config.verify else None)
     sample_bytes = sum(np.dtype(column.dtype).itemsize for column in columns if column is not None)
     if config.verify:
         sample_bytes += 1  # whether its checksum was compared

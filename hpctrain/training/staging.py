@@ -1,7 +1,7 @@
 """Copy the part of a pack that one host reads to its local disk: ``--stage``.
 
 The copy is a sparse file of the pack's length, with every copied byte at its offset in the pack. Of
-the training split it holds the samples of the host's ranks: their images, labels, checksums and
+the training split it holds the samples of the host's ranks: their images, targets, checksums and
 offsets; of other splits it holds all. A sample's checksum is compared when it is first read, as in
 the pack itself. Names stay in the pack.
 """
@@ -91,7 +91,7 @@ def parts_to_copy(source: Split, samples: range) -> list[range]:
             if name == "train":
                 rows = source.byte_range(copied)
         parts.append(info.images.byte_range(rows.start, rows.stop))
-        for stored in (info.labels, info.crc32):
+        for stored in (info.targets, info.crc32):
             if isinstance(stored, Stored):
                 parts.append(stored.byte_range(copied.start, copied.stop))
     return parts

@@ -113,7 +113,7 @@ class H5Images(Dataset):
         self.path = path
         self.group: Any = None
         with h5py.File(path, "r", locking=False) as file:
-            self.labels = file["train/labels"][:]
+            self.labels = file["train/targets"][:]
 
     def __len__(self) -> int:
         return len(self.labels)

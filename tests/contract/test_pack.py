@@ -1,7 +1,7 @@
 """What a pack holds, read by plain h5py, and that no damage to one passes in silence.
 
 Other programs may rely on this: a group per split with `images` (N, H, W, C) uint8 and integer
-`labels` (N,), or with the bytes of JPEG files and their `offsets` (N + 1,); contiguous data sets,
+`targets` (N,), or with the bytes of JPEG files and their `offsets` (N + 1,); contiguous data sets,
 so that bytes may be read at their offsets; a checksum per sample; and the root attributes below.
 How archives, manifests and arrays become packs is tested in tests/data.
 """
@@ -35,7 +35,7 @@ def read(path):
         names = [name.decode() for name in file.attrs["classes"]]
         for split in SPLITS & file.keys():
             group = file[split]
-            labels = [names[label] for label in group["labels"][:]]
+            labels = [names[label] for label in group["targets"][:]]
             if "bytes" in group:
                 data, ends = group["bytes"][:].tobytes(), group["offsets"][:]
                 images = [data[a:b] for a, b in pairwise(ends)]
@@ -99,7 +99,7 @@ def test_attributes_that_other_programs_read(of_folder):
         facts = dict(file.attrs)
         pixels = file["train/images"][:] / 255
     assert facts["format"] == b"hpctrain-pack"
-    assert facts["version"] == 3
+    assert facts["version"] == 4
     assert [name.decode() for name in facts["classes"]] == list(COUNTS)
     assert np.allclose(facts["mean"], pixels.mean(axis=(0, 1, 2)), rtol=1e-12)
     assert np.allclose(facts["std"], pixels.std(axis=(0, 1, 2)), rtol=1e-12)
@@ -111,18 +111,18 @@ def test_attributes_that_other_programs_read(of_folder):
 def test_bytes_may_be_read_at_their_offsets(of_folder):
     whole = of_folder.read_bytes()
     with h5py.File(of_folder) as file:
-        for name in ("train/images", "train/labels", "test/images"):
+        for name in ("train/images", "train/targets", "test/images"):
             data = file[name]
             start = data.id.get_offset()
             assert data.chunks is None
             assert whole[start : start + data.nbytes] == data[:].tobytes()
         assert file["train/images"].dtype == np.uint8
-        assert file["train/labels"].dtype == np.int32
+        assert file["train/targets"].dtype == np.int32
 
 
 def test_each_sample_has_a_checksum_of_its_bytes_and_its_label(of_folder):
     with h5py.File(of_folder) as file:
-        images, labels = file["train/images"][:], file["train/labels"][:]
+        images, labels = file["train/images"][:], file["train/targets"][:]
         assert file.attrs["image_shape"].tolist() == [11, 13, 3]
         sums = [zlib.crc32(a.tobytes(), int(b)) for a, b in zip(images, labels, strict=True)]
         assert file["train/crc32"][:].tolist() == sums
@@ -216,9 +216,9 @@ DAMAGE = {
     "pixels: last byte": lambda p: flip(p, "train/images", -1),
     "pixels: two samples swapped": lambda p: change(p, "train/images", swap),
     "pixels: zeros": lambda p: change(p, "train/images", zeros),
-    "pixels: label of another class": lambda p: flip(p, "train/labels", NUMBER * 4),
-    "pixels: label of no class": lambda p: flip(p, "train/labels", NUMBER * 4, 64),
-    "pixels: two labels swapped": lambda p: change(p, "train/labels", swap),
+    "pixels: label of another class": lambda p: flip(p, "train/targets", NUMBER * 4),
+    "pixels: label of no class": lambda p: flip(p, "train/targets", NUMBER * 4, 64),
+    "pixels: two labels swapped": lambda p: change(p, "train/targets", swap),
     "pixels: classes": lambda p: change(p, "classes", lambda names: names[::-1]),
     "pixels: mean": lambda p: change(p, "mean", lambda mean: mean / 2),
     "pixels: provenance": lambda p: change(p, "provenance", lambda _: np.bytes_('{"a": 1}')),
@@ -296,10 +296,10 @@ def test_a_column_of_another_type_or_length_is_refused(whole, tmp_path):
     path = shutil.copy(whole["pixels"], tmp_path / "odd.h5")
     for change_of in (lambda labels: labels.astype("<i8"), lambda labels: labels[1:]):
         with h5py.File(path, "r+") as file:
-            odd = change_of(file["train/labels"][...])
-            del file["train/labels"]
-            file["train/labels"] = odd
-        with pytest.raises(hp.UsageError, match=r"train/(labels|crc32) is .*, not"):
+            odd = change_of(file["train/targets"][...])
+            del file["train/targets"]
+            file["train/targets"] = odd
+        with pytest.raises(hp.UsageError, match=r"train/(targets|crc32) is .*, not"):
             hp.read_pack(path)
 
 

@@ -478,7 +478,7 @@ def test_one_divisor_for_each_type(tmp_path, dtype, max_value, chunks):
     images = (IMAGES > 99).astype(dtype)
     pack = read(write(tmp_path / "a.h5", images, LABELS, chunks=chunks), max_value=max_value)
     divisor = max_value or {"u1": 255.0, "u2": 65535.0}.get(dtype, 1.0)
-    assert pack.scale == (str(images.dtype), divisor, 0, 1)
+    assert pack.scale == (str(images.dtype), divisor, 0, 1, None)
     with hp.Split(pack, "train") as split:
         assert hp.read_samples(split, range(50)).max().item() == pytest.approx(1 / divisor)
 

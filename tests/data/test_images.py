@@ -199,7 +199,7 @@ def stored_files(path):
     """The JPEG files of a pack, by class."""
     with h5py.File(path) as file:
         data, ends = file["train/bytes"][:].tobytes(), file["train/offsets"][:].tolist()
-        labels = file["train/labels"][:].tolist()
+        labels = file["train/targets"][:].tolist()
     return {label: data[ends[row] : ends[row + 1]] for row, label in enumerate(labels)}
 
 

@@ -48,7 +48,9 @@ def write_sparse(path, mine):
     pack = hp.read_pack(small)
     checksums = np.full(len(mine), zlib.crc32(bytes(784), 0), "<u4")
     known = {n: getattr(pack, n) for n in ("image_shape", "classes", "fit", "mean", "std")}
-    text = json.dumps(["hpctrain-pack", 3, known | {"provenance": {}}], sort_keys=True)
+    with h5py.File(small) as file:
+        known |= {n: json.loads(file.attrs[n]) for n in ("provenance", "targets", "scale")}
+    text = json.dumps(["hpctrain-pack", 4, known], sort_keys=True)
     identity = hashlib.sha256(text.encode() + b'"train"')
     zeros = bytes(4 << 20)
     for count, middle in ((mine.start, checksums.tobytes()), (ROWS - mine.stop, b"")):

@@ -97,7 +97,7 @@ def test_check_names_what_is_corrupt(folder, tmp_path, capfd):
     path = make_pack(folder, tmp_path / "a.h5", split="1")
     with h5py.File(path, "r+", locking=False) as file:
         file["train/images"][7] ^= 1
-        file["train/labels"][3] = 99
+        file["train/targets"][3] = 99
     capfd.readouterr()
     assert command_line(["pack", "--check", str(path)]) == 1
     said = capfd.readouterr()

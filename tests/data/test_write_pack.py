@@ -1,5 +1,6 @@
-"""hp.write_pack: arrays, or data sets of h5py, as a pack."""
+"""hp.write_pack: arrays, data sets of h5py, or images that come one by one, as a pack."""
 
+import json
 import tracemalloc
 
 import h5py
@@ -75,13 +76,21 @@ WRONG = {  # splits, and what is named
     "list": ({"train": (IMAGES.tolist(), LABELS)}, "list"),
     "flat": ({"train": (IMAGES.reshape(7, -1), LABELS)}, "(7, 20)"),
     "nothing": ({"train": (IMAGES[:0], LABELS[:0])}, "(0, 5, 4, 1)"),
-    "signed": ({"train": (IMAGES.astype("i2"), LABELS)}, "int16"),
-    "16 bits": ({"train": (IMAGES.astype("u2"), LABELS)}, "--images"),
-    "truth": ({"train": (IMAGES > 9, LABELS)}, "bool"),
-    "floats in [0, 1]": ({"train": (IMAGES / 255, LABELS)}, "(255 * images).round()"),
+    "32 bits": ({"train": (IMAGES.astype("i4"), LABELS)}, "astype('int16') of values from"),
+    "unsigned": ({"train": (IMAGES.astype("u8"), LABELS)}, "astype('uint16') of values up to"),
+    "float64": ({"train": (IMAGES / 255, LABELS)}, "astype('float32'), which keeps 24 bits"),
+    "complex": ({"train": (IMAGES * 1j, LABELS)}, "complex128"),
+    "types": ({"train": (IMAGES, LABELS), "test": (IMAGES.astype("u2"), LABELS)}, "uint16"),
     "objects": ({"train": (IMAGES.astype(object), LABELS)}, "object"),
     "tensors": ({"train": (torch.from_numpy(IMAGES), LABELS)}, "images.numpy()"),
-    "channels first": ({"train": (np.zeros((7, 3, 9, 9), "u1"), LABELS)}, "transpose(0, 2, 3, 1)"),
+    "channels first": ({"train": (np.zeros((7, 3, 9, 9), "u1"), LABELS)}, "layout='NHWC'"),
+    "no images": ({"train": (iter([]), LABELS)}, "images of train are none"),
+    "a number": ({"train": (3, LABELS)}, "int"),
+    "fewer images": ({"train": (iter(IMAGES[:-1]), LABELS)}, "after 6, and there are 7 labels"),
+    "more images": ({"train": ([*IMAGES, IMAGES[0]], LABELS)}, "more than its 7 labels"),
+    "an odd one": ({"train": ([*IMAGES[:3], IMAGES[3, :4]], LABELS)}, "[3] is uint8 of shape (4,"),
+    "an odd type": ({"train": ([*IMAGES[:3], IMAGES[3] / 2], LABELS)}, "[3] is float64"),
+    "rows of lists": ({"train": ([[1, 2], [3, 4]], LABELS)}, "numpy.asarray"),
     "masked images": ({"train": (np.ma.masked_less(IMAGES, 9), LABELS)}, "images of train"),
     "masked labels": ({"train": (IMAGES, np.ma.masked_equal(LABELS, 0))}, "labels of train"),
     "names": ({"train": (IMAGES, np.array([*"abcabca"]))}, "numpy.unique"),
@@ -115,9 +124,6 @@ def test_arrays_that_lie_otherwise_in_memory_give_the_same_pack(tmp_path):
         hp.write_pack(tmp_path / "a.h5", {"train": (images, of_them)}, "ab", overwrite=True)
         written.append((tmp_path / "a.h5").read_bytes())
     assert written == [written[0]] * len(forms)
-    patches = np.zeros((7, 3, 3, 60), "u1")  # of many channels, not channels first
-    hp.write_pack(tmp_path / "b.h5", {"train": (patches, labels)}, "ab")
-    assert hp.read_pack(tmp_path / "b.h5").image_shape == (3, 3, 60)
 
 
 def test_what_hdf5_would_read_as_zeros_is_refused(tmp_path):
@@ -149,3 +155,188 @@ def test_other_mistakes_are_refused_and_files_replaced_if_asked_only(tmp_path):
     assert path.read_bytes() == before
     hp.write_pack(path, {"train": (IMAGES, 2 - LABELS)}, "abc", overwrite=True)
     assert np.array_equal(arrays(path)[1], 2 - LABELS)
+
+
+# Other types than bytes
+
+CLASSES = "abc"
+
+
+def write(path, images, labels=LABELS, **how):
+    hp.write_pack(path, {"train": (images, labels)}, CLASSES, overwrite=True, **how)
+    return hp.read_pack(path)
+
+
+def values_of(dtype, shape=(7, 5, 4, 3), seed=0):
+    """Values of all that a type holds."""
+    raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    images = np.frombuffer(raw, dtype).reshape(shape).copy()
+    if images.dtype.kind == "f":
+        images[~np.isfinite(images)] = -1.5
+    return images
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("dtype", ["u1", "u2", "i2", "f4"])
+def test_values_of_every_type_are_kept(tmp_path, dtype, order):
+    images = values_of(f"{order}{dtype}")
+    pack = write(tmp_path / "a.h5", images, max_value=3.0)
+    stored, labels = arrays(tmp_path / "a.h5")
+    assert stored.dtype == np.dtype(f"<{dtype}") and labels.tolist() == LABELS.tolist()
+    assert np.array_equal(stored, images)
+    with hp.Split(pack, "train") as split:
+        out = np.empty(images.shape, pack.dtype)
+        rows = np.array([3, 0, 6, 6, 1, 2, 5])
+        assert np.array_equal(split.gather(rows, out), images[rows])
+        assert out.dtype == np.dtype(dtype)
+    assert (pack.scale.dtype, pack.scale.divisor) == (np.dtype(dtype).name, 3.0)
+    assert (pack.scale.low, pack.scale.high) == (images.min(), images.max())
+    wide = images.astype(np.float64) / 3
+    assert np.allclose(pack.mean, wide.mean(axis=(0, 1, 2)), rtol=1e-12)
+    assert np.allclose(pack.std, wide.std(axis=(0, 1, 2)), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "wider"), [("?", "u1"), ("i1", "i2"), ("f2", "f4")])
+def test_types_that_packs_do_not_have_are_widened_without_loss_and_said(
+    tmp_path, dtype, wider, capsys
+):
+    images = IMAGES[..., 0].astype(dtype)
+    pack = write(tmp_path / "a.h5", images)
+    stored, _ = arrays(tmp_path / "a.h5")
+    assert stored.dtype == wider and np.array_equal(stored[..., 0], images)
+    said = capsys.readouterr().err.splitlines()[0]
+    assert f"images are {np.dtype(dtype)}" in said and f"kept as {np.dtype(wider)}" in said
+    assert pack.scale.divisor == 1.0 and pack.max_value == (1.0 if dtype == "?" else None)
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NCWH"])
+def test_axes_are_as_the_layout_says(tmp_path, layout):
+    images = values_of("i2", (7, 5, 4, 13))
+    axes = {"NHWC": (0, 1, 2, 3), "NCHW": (0, 3, 1, 2), "NCWH": (0, 3, 2, 1)}[layout]
+    turned = images.transpose(axes)
+    with pytest.raises(hp.UsageError, match="layout='NHWC'"):
+        write(tmp_path / "a.h5", np.zeros((7, 3, 3, 60), "u1"))
+    written = []
+    for of in (turned, iter(turned), iter([turned[:3], *turned[3:]])):
+        pack = write(tmp_path / "a.h5", of, layout=layout)
+        assert pack.image_shape == (5, 4, 13)
+        written.append((tmp_path / "a.h5").read_bytes())
+    assert np.array_equal(arrays(tmp_path / "a.h5")[0], images)
+    assert written == [written[0]] * 3
+    with pytest.raises(hp.UsageError, match="which is not NHW"):
+        write(tmp_path / "b.h5", turned, layout="NHW")
+    with pytest.raises(hp.UsageError, match="not one of NHWC"):
+        write(tmp_path / "b.h5", turned, layout="HWC")
+
+
+def test_images_may_come_one_by_one_from_a_generator(tmp_path, monkeypatch):
+    """In as many slabs as fit; with the bytes of the array."""
+    write(tmp_path / "a.h5", IMAGES)
+    monkeypatch.setattr("hpctrain.packing.arrays.SLAB_BYTES", 2 * 5 * 4)
+    for images in ((image for image in IMAGES), [*IMAGES[..., 0]], [IMAGES[:3], IMAGES[3:]]):
+        write(tmp_path / "b.h5", images)
+        assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+    def broken():
+        yield IMAGES[0]
+        raise FileNotFoundError(2, "No such file", "scan-2.nii")
+
+    with pytest.raises(hp.RunError, match=r"images of train cannot be read: .*scan-2.nii"):
+        write(tmp_path / "c.h5", broken())
+    assert not (tmp_path / "c.h5").exists()
+
+
+@pytest.mark.parametrize("nodata", [-9999.0, float("nan")])
+def test_nodata_is_left_out_of_the_statistics_and_kept_in_the_file(tmp_path, nodata):
+    images = values_of("f4") % 7
+    images[2, 1, :, 1] = nodata
+    pack = write(tmp_path / "a.h5", images, nodata=nodata)
+    np.testing.assert_equal(arrays(tmp_path / "a.h5")[0], images)
+    np.testing.assert_equal(pack.scale.nodata, nodata)
+    assert pack.scale.low >= 0 and pack.scale.high <= 7
+    assert pack.statistics.count.tolist() == [140, 136, 140]
+    kept = np.delete(images[..., 1].reshape(35, 4), 2 * 5 + 1, axis=0).astype(np.float64)
+    assert np.allclose((pack.mean[1], pack.std[1]), (kept.mean(), kept.std()), rtol=1e-12)
+    with hp.Split(pack, "train") as split:
+        out = np.empty(images.shape, "f4")
+        np.testing.assert_equal(split.gather(np.arange(7), out), images)
+    images[5] = nodata
+    with pytest.raises(hp.UsageError, match=r"images of train\[5\] holds nothing but nodata"):
+        write(tmp_path / "b.h5", images, nodata=nodata)
+    assert not (tmp_path / "b.h5").exists()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("nodata", [None, -1.0])
+def test_values_that_are_not_finite_are_refused_with_their_row(tmp_path, value, nodata):
+    images = np.ones((7, 5, 4, 1), "f4")
+    images[4, 3, 2:] = float(value)
+    said = r"images of train\[4\] holds 2 values that are NaN or infinite: .*" + (
+        "nodata" if value == "nan" else "write finite"
+    )
+    with pytest.raises(hp.UsageError, match=said):
+        write(tmp_path / "a.h5", images, nodata=nodata)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "named"),
+    [
+        ("u1", {"nodata": -1}, "nodata=-1 is no value of uint8"),
+        ("u2", {"nodata": float("nan")}, "nodata=nan is no value of uint16"),
+        ("f4", {"nodata": float("inf")}, "nodata=inf is no value of float32"),
+        ("u2", {"max_value": 0}, "max_value=0: give a positive number"),
+        ("u2", {"max_value": float("nan")}, "max_value=nan"),
+    ],
+)
+def test_what_a_type_does_not_have_is_refused(tmp_path, dtype, how, named):
+    with pytest.raises(hp.UsageError, match=named):
+        write(tmp_path / "a.h5", values_of(dtype), **how)
+
+
+def test_one_line_says_what_becomes_1_where_the_data_leave_no_doubt(tmp_path, capsys):
+    """12 bits in 16, masks, counts; one channel far below others; values beyond max_value."""
+
+    def said(images, **how):
+        write(tmp_path / "a.h5", images, **how)
+        return capsys.readouterr().err
+
+    twelve = values_of("u2") % 4096
+    twelve[0, 0, 0] = 4095
+    assert "the largest value is 4,095 of 65,535: max_value=4095 makes it 1.0\n" in said(twelve)
+    assert said(twelve, max_value=4095) == ""
+    assert "1 of 255: max_value=1 makes it 1.0" in said(values_of("u1") % 2)
+    assert said(values_of("u1")) == said(values_of("f4") % 1) == ""
+    counts = values_of("u2")
+    counts[..., 1] %= 30
+    assert "below a half in channel 1 (29): --normalize pack" in said(counts)
+    lines = said(values_of("i2") % 7 - 3)
+    assert "values from -3 to 3 are kept as they are: training needs --max-value" in lines
+    twelve[1, :2, 0, 0] = 5000, 6000
+    twelve[3, 0, 0, 0] = 5000
+    said_beyond = said(twelve, max_value=4095)
+    assert "3 values in 2 images are beyond max_value=4095: they become more than 1" in said_beyond
+    assert said_beyond.count("\n") == 1
+
+
+def test_a_pack_may_be_divided_by_another_value_with_the_bits_of_one_that_was_written_so(tmp_path):
+    """Mean and deviation follow from exact sums, not from rounded ones."""
+    for dtype in ("u1", "u2", "i2", "f4"):
+        images = values_of(dtype, seed=5)
+        pack = write(tmp_path / "a.h5", images)
+        other = write(tmp_path / "b.h5", images, max_value=4095.5)
+        again = pack.with_max_value(4095.5)
+        assert (again.mean, again.std, again.scale) == (other.mean, other.std, other.scale)
+        assert again.uuid == pack.uuid != other.uuid and again.max_value == 4095.5
+
+
+def test_the_scale_is_in_one_attribute(tmp_path):
+    images = values_of("i2")
+    write(tmp_path / "a.h5", images, nodata=-7)
+    scale = json.loads(facts(tmp_path / "a.h5")["scale"])
+    assert (scale["dtype"], scale["max_value"], scale["nodata"]) == ("int16", None, -7)
+    assert scale["high"] == images.max(axis=(0, 1, 2)).tolist()
+    wide = images.reshape(-1, 3).astype(int)
+    assert [int(text) for text in scale["sum"]] == wide.sum(axis=0).tolist()
+    assert [int(text) for text in scale["sum_of_squares"]] == (wide**2).sum(axis=0).tolist()
+    assert json.loads(facts(tmp_path / "a.h5")["targets"]) == {"kind": "class"}

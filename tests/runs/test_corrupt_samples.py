@@ -34,8 +34,8 @@ def flip(settings, split, column="images"):
 CASES = [  # split, what is flipped, --verify, --validate-every, steps that are done (0: some)
     *[("train", "images", True, "1epoch", 0), ("test", "images", True, "1epoch", 14)],
     *[("validation", "images", True, n, e) for n, e in (("5steps", 5), ("1epoch", 7), ("0", 14))],
-    *[("train", "labels", verify, "1epoch", 0) for verify in (True, False)],
-    ("validation", "labels", False, "1epoch", 7),
+    *[("train", "targets", verify, "1epoch", 0) for verify in (True, False)],
+    ("validation", "targets", False, "1epoch", 7),
 ]
 
 
@@ -73,7 +73,7 @@ def test_a_corrupt_sample_is_named_and_no_step_is_lost(
 @pytest.mark.parametrize("shuffle", ["partition", "global"])
 def test_a_label_that_is_not_a_class_is_named_before_classes_are_drawn(comm, settings, shuffle):
     if comm.rank == 0:
-        flip(settings, "train", "labels")
+        flip(settings, "train", "targets")
     comm.Barrier()
     with pytest.raises(hp.RunError, match="sample 60 of split 'train'.*its label is") as caught:
         hp.train(**settings, balanced_sampling=True, shuffle=shuffle)

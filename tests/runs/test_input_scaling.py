@@ -51,7 +51,7 @@ def notes(folder):
         ({}, None, ""),
         ({"normalize": "imagenet"}, IMAGENET, ""),
         (
-            {"normalize": "imagenet", "images": "train/images", "labels": "train/labels"},
+            {"normalize": "imagenet", "images": "train/images", "labels": "train/targets"},
             IMAGENET,
             "",
         ),

@@ -78,7 +78,7 @@ def make_pack(source: object, output: Path, **settings) -> Path:
 def arrays(path: Path, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
     """The images (N, H, W, C) and labels (N,) of a pack of pixels."""
     with h5py.File(path) as file:
-        return file[f"{split}/images"][:], file[f"{split}/labels"][:]
+        return file[f"{split}/images"][:], file[f"{split}/targets"][:]
 
 
 def splits(path: Path) -> list[str]:
