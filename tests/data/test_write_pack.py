@@ -229,13 +229,14 @@ def test_axes_are_as_the_layout_says(tmp_path, layout):
         write(tmp_path / "b.h5", turned, layout="HWC")
 
 
-def test_images_may_come_one_by_one_from_a_generator(tmp_path, monkeypatch):
-    """In as many slabs as fit; with the bytes of the array."""
-    write(tmp_path / "a.h5", IMAGES)
-    monkeypatch.setattr("hpctrain.packing.arrays.SLAB_BYTES", 2 * 5 * 4)
-    for images in ((image for image in IMAGES), [*IMAGES[..., 0]], [IMAGES[:3], IMAGES[3:]]):
-        write(tmp_path / "b.h5", images)
-        assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+def test_images_may_come_one_by_one_from_a_generator(tmp_path):
+    """With the bytes of the array, also if they take more than a slab of 8 MiB."""
+    large = values_of("u1", (7, 1300, 1000, 1))
+    for whole in (IMAGES, large):
+        write(tmp_path / "a.h5", whole)
+        for images in ((image for image in whole), [*whole[..., 0]], [whole[:3], whole[3:]]):
+            write(tmp_path / "b.h5", images)
+            assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
     def broken():
         yield IMAGES[0]
