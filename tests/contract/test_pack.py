@@ -9,6 +9,7 @@ How archives, manifests and arrays become packs is tested in tests/data.
 import json
 import os
 import re
+import shlex
 import shutil
 import zlib
 from itertools import pairwise
@@ -103,9 +104,33 @@ def test_attributes_that_other_programs_read(of_folder):
     assert [name.decode() for name in facts["classes"]] == list(COUNTS)
     assert np.allclose(facts["mean"], pixels.mean(axis=(0, 1, 2)), rtol=1e-12)
     assert np.allclose(facts["std"], pixels.std(axis=(0, 1, 2)), rtol=1e-12)
+    assert json.loads(facts["targets"]) == {"kind": "class"}
+    scale = json.loads(facts["scale"])
+    assert (scale["dtype"], scale["max_value"], scale["nodata"]) == ("uint8", None, None)
     made = json.loads(facts["provenance"])
     assert made["source"] == "images" and made["seed"] == 0
     assert made["images"] == {"train": 16, "validation": 6, "test": 5}
+
+
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_a_pack_of_an_earlier_version_is_refused_with_the_command_that_makes_it_again(
+    folder, tmp_path, encoding
+):
+    path = tmp_path / "a pack.h5"
+    words = {"encoding": encoding, "split": SPLIT, "seed": 7, "size": "9x7", "crop": True}
+    made = make_pack(folder, path, **words).read_bytes()
+    change(path, "version", lambda _: 3)
+    refused = READERS["pack --check"](path, None)
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    said, _, again = refused.err.strip().partition(" make it again, python -m hpctrain ")
+    assert f"{path}: its format version is 3, not 4:" in said
+    done = ranks.command(1, *shlex.split(again), cwd=folder.parent)
+    assert done.code == 0, done.err
+    assert path.read_bytes() == made
+    hp.write_pack(path, {"train": (np.zeros((1, 2, 2), "u1"), [0])}, "a", overwrite=True)
+    change(path, "version", lambda _: 3)
+    with pytest.raises(hp.UsageError, match=r"make it again, from its arrays, by hp\.write_pack"):
+        hp.read_pack(path)
 
 
 def test_bytes_may_be_read_at_their_offsets(of_folder):
@@ -221,6 +246,8 @@ DAMAGE = {
     "pixels: two labels swapped": lambda p: change(p, "train/targets", swap),
     "pixels: classes": lambda p: change(p, "classes", lambda names: names[::-1]),
     "pixels: mean": lambda p: change(p, "mean", lambda mean: mean / 2),
+    "pixels: scale": lambda p: change(p, "scale", lambda scale: scale.replace(b"null", b"2.0", 1)),
+    "pixels: targets": lambda p: change(p, "targets", lambda _: np.bytes_('{"kind": "mask"}')),
     "pixels: provenance": lambda p: change(p, "provenance", lambda _: np.bytes_('{"a": 1}')),
     "pixels: a later version": lambda p: change(p, "version", lambda version: version + 98),
     "pixels: signature": lambda p: p.write_bytes(b"\0" + p.read_bytes()[1:]),

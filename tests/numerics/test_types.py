@@ -1,0 +1,91 @@
+"""The same bits on any ranks whatever type and number of channels a pack has."""
+
+from __future__ import annotations
+
+import pytest
+
+import hpctrain as hp
+from tests.support.api import train
+from tests.support.launches import check_same, launch
+from tests.support.short import ROWS, digest, images, records, short_run
+
+#: The type, the channels, what stored values are multiplied by, and the largest one.
+PACKS = {
+    "int16": (5, 13.0, 4095.0),
+    "float32": (13, 1 / 300, 1.0),
+    "uint16": (2, 256.0, None),
+}
+
+
+def write(folder, dtype):
+    """Settings of a short run on a pack of this type, with bits that depend on nothing else."""
+    channels, factor, max_value = PACKS[dtype]
+    settings = short_run(folder) | {"shards": 8, "deterministic": True, "batch_size": 32}
+    splits = {}
+    for name, rows in ROWS.items():
+        stored, labels = images(rows, (12, 12, channels), 10)
+        splits[name] = (
+            ((stored.astype("f8") - 40 * (dtype[0] != "u")) * factor).astype(dtype),
+            labels,
+        )
+    names = [f"class{k}" for k in range(10)]
+    hp.write_pack(
+        settings["data"], splits, names, layout="NHWC", max_value=max_value, overwrite=True
+    )
+    return settings | {"flip": True, "shift": 2}
+
+
+@pytest.fixture
+def settings(comm, request, tmp_path):
+    return write(tmp_path, request.param)
+
+
+def on_some(comm, size, settings):
+    """Train on the first `size` ranks; the digest of the run."""
+    some = comm.Split(comm.rank < size, comm.rank)
+    settings = settings | {"run": f"on{size}"}
+    if comm.rank < size:
+        assert train(hp.Config(**settings), some).exit_code == 0
+    comm.Barrier()
+    some.Free()
+    return records(settings)[-1]["digest"]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("settings", PACKS, indirect=True)
+def test_ranks_learn_the_bits_of_one(comm, settings):
+    assert len({on_some(comm, size, settings) for size in (1, 2, 3)}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("settings", PACKS, indirect=True)
+def test_many_ranks_learn_the_bits_of_one(comm, settings):
+    assert len({on_some(comm, size, settings) for size in (1, 5, 8)}) == 1
+
+
+@pytest.mark.parametrize("dtype", ["int16", "float32"])
+def test_a_run_that_is_interrupted_resumes_to_the_same_bits_on_other_ranks(tmp_path, dtype):
+    """Twice, in the middle of an epoch."""
+    settings = write(tmp_path, dtype)
+    whole = settings | {"run": "whole"}
+    assert launch(whole, 1).code == 0
+    for size in (2, 3):
+        ended = launch(settings, size, leave=1)
+        assert (ended.code, ended.status) == (75, "preempted")
+    assert launch(settings, 1).code == 0
+    check_same(settings, whole)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", ["float32"], indirect=True)
+def test_every_order_reads_the_values_that_were_written(comm, settings):
+    """Whether all are kept, or read one by one and in windows."""
+    found = set()
+    for shuffle in ("partition", "global", "blocks"):
+        how = settings | {"shuffle": shuffle, "run": shuffle}
+        kept = digest(comm, how)
+        assert digest(comm, how | {"read_buffer": "100K", "run": f"read {shuffle}"}) == kept
+        found.add(kept)
+    assert len(found) == 3
