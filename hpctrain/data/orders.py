@@ -99,10 +99,15 @@ class BlockOrder(Order):
         seed: int,
         block_rows: int,
         window_blocks: int,
+        starts: np.ndarray | None = None,
     ) -> None:
-        """A block has `block_rows` samples, or fewer at the ends of a partition."""
+        """A block has `block_rows` samples, or fewer at the ends of a partition.
+
+        With `starts` (B + 1,), the first sample of each block, and N, it has those to the next one.
+        """
         super().__init__(partition, seed)
         self.block_rows = block_rows
+        self.starts = starts
         self.window_blocks = window_blocks
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
@@ -144,23 +149,42 @@ class BlockOrder(Order):
 
     def count(self, shard: int) -> int:
         """Return the number of windows in a shard's epoch."""
-        start, stop = self.partition.starts[shard : shard + 2]
-        blocks = -(-stop // self.block_rows) - start // self.block_rows
-        return -(-blocks // self.window_blocks)
+        return -(-(len(self._bounds(shard)) - 1) // self.window_blocks)
+
+    def _bounds(self, shard: int) -> np.ndarray:
+        """Return the first sample of each block of a shard's partition, and its end, (n + 1,)."""
+
+        def make() -> np.ndarray:
+            start, stop = self.partition.starts[shard : shard + 2]
+            if self.starts is None:
+                first = start - start % self.block_rows
+                return np.append(np.arange(first, stop, self.block_rows), stop).clip(start)
+            first, last = np.searchsorted(self.starts, [start, stop], "right")
+            inside = self.starts[first:last]
+            return np.concatenate([[start], inside[inside < stop], [stop]])
+
+        return self._keep_newest(("bounds", shard), 0, make)
 
     def _blocks(self, epoch: int, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Return start and stop of a shard's blocks, (n, 2), and the position after each, (n,)."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
-            start, stop = self.partition.starts[shard : shard + 2]
-            first = start - start % self.block_rows
-            bounds = np.append(np.arange(first, stop, self.block_rows), stop).clip(start)
+            bounds = self._bounds(shard)
             order = Permutation(len(bounds) - 1, random_key(self.seed, "order", epoch, shard))
             chosen = order(np.arange(len(bounds) - 1))
             blocks = np.stack([bounds[chosen], bounds[chosen + 1]], axis=1)
             return blocks, np.cumsum(blocks[:, 1] - blocks[:, 0])
 
         return self._keep_newest(("blocks", shard), epoch, make)
+
+
+def block_starts(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return where blocks begin in these rows (n,), whose blocks lie in one piece, and n.
+
+    `bounds` are the first row of each block.
+    """
+    numbers = np.searchsorted(bounds, rows, "right")
+    return np.concatenate([[0], np.flatnonzero(np.diff(numbers)) + 1, [len(rows)]])
 
 
 class BalancedOrder(Order):
@@ -228,16 +252,17 @@ def make_order(
     seed: int,
     block_rows: int = 1,
     window_blocks: int = 1,
+    starts: np.ndarray | None = None,
     classes_of: ClassesOf | None = None,
 ) -> Order:
-    """Return the order of that name; `block_rows` and `window_blocks` are for "blocks".
+    """Return the order of that name; `block_rows`, `window_blocks`, `starts` are for "blocks".
 
     With `classes_of`, which returns the classes of samples (n,), all are drawn equally often.
     """
     if classes_of is not None:
         return BalancedOrder(partition, seed, name == "global", classes_of)
     if name == "blocks":
-        return BlockOrder(partition, seed, block_rows, window_blocks)
+        return BlockOrder(partition, seed, block_rows, window_blocks, starts)
     return Order(partition, seed, everywhere=name == "global")
 
 
@@ -319,6 +344,44 @@ def assign(labels: np.ndarray, shares: tuple[Fraction, ...], seed: int) -> np.nd
     splits = np.empty(len(labels), np.int32)
     counts = np.bincount(labels).tolist()
     splits[rows] = fill(labels[rows], [divide_by_shares(count, shares) for count in counts])
+    return splits
+
+
+def assign_groups(
+    labels: np.ndarray,
+    groups: np.ndarray,
+    shares: tuple[Fraction, ...],
+    balanced: bool,
+) -> np.ndarray:
+    """Return the split (n,) of each row, in random order. Equal `groups` (n,) are not divided.
+
+    They are placed in order of size, the largest first: if `balanced`, each in the split that most
+    lacks its classes, else in the first that has room.
+    """
+    counts = np.bincount(labels).tolist()
+    wanted = np.array([divide_by_shares(count, shares) for count in counts])  # (K, S)
+    if balanced and len(set(shares)) == 1:  # else the first folds get the remainder of every class
+        first = np.cumsum([0, *counts]) % len(shares)
+        wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
+    room = wanted.copy()
+    splits = np.empty(len(labels), np.int32)
+    is_single = np.bincount(groups)[groups] == 1
+    by_group: dict[int, list[int]] = {}
+    for row in np.flatnonzero(~is_single).tolist():
+        by_group.setdefault(int(groups[row]), []).append(row)
+    for members in sorted(by_group.values(), key=len, reverse=True):
+        need = np.bincount(labels[members], minlength=len(room))  # (K,)
+        fits = (room >= need[:, None]).all(axis=0) & (room.sum(axis=0) > 0)
+        if balanced:
+            lack = np.where(wanted > 0, room / np.maximum(wanted, 1), -1.0)
+            split = int(np.argmax(need @ lack))
+        elif fits.any():
+            split = int(np.argmax(fits))
+        else:
+            split = int(np.argmax(room.sum(axis=0)))
+        splits[members] = split
+        room[:, split] -= need
+    splits[is_single] = fill(labels[is_single], room.tolist())
     return splits
 
 

@@ -40,7 +40,7 @@ import hpctrain
 from hpctrain.config import PackConfig, Size
 from hpctrain.cores import core_count
 from hpctrain.data.images import CHANGES, BadImage, Change, Fit, few_gray_levels, probe
-from hpctrain.data.orders import assign, check_splits, divide_by_shares, fill, shuffled
+from hpctrain.data.orders import assign, assign_groups, check_splits, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.split import Bad, Split, pieces
@@ -341,7 +341,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
         number, count = config.fold
         held_out = VALIDATION if (splits == TEST).any() else TEST
         rows = shuffled(np.flatnonzero(splits != TEST), config.seed, "pack split")
-        folds = _assign_groups(
+        folds = assign_groups(
             labels[rows],
             groups=together[rows],
             shares=(Fraction(1, count),) * count,
@@ -363,7 +363,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     splits[splits < latest[together]] = NO_SPLIT  # left out
     rows = np.flatnonzero(latest[together] == NO_SPLIT)
     rows = shuffled(rows, config.seed, "pack split")
-    splits[rows] = _assign_groups(
+    splits[rows] = assign_groups(
         labels[rows],
         groups=together[rows],
         shares=shares,
@@ -383,42 +383,6 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
         for name, rows in rows_of.items()
         if len(rows)
     }
-
-
-def _assign_groups(
-    labels: np.ndarray,
-    groups: np.ndarray,
-    shares: tuple[Fraction, ...],
-    balanced: bool,
-) -> np.ndarray:
-    """Return the split (n,) of each row, in random order. Equal `groups` (n,) are not divided:
-    equal files, or if `balanced`, those of a manifest.
-    """
-    counts = np.bincount(labels).tolist()
-    wanted = np.array([divide_by_shares(count, shares) for count in counts])  # (K, S)
-    if balanced and len(set(shares)) == 1:  # else the first folds get the remainder of every class
-        first = np.cumsum([0, *counts]) % len(shares)
-        wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
-    room = wanted.copy()
-    splits = np.empty(len(labels), np.int32)
-    is_single = np.bincount(groups)[groups] == 1
-    by_group: dict[int, list[int]] = {}
-    for row in np.flatnonzero(~is_single).tolist():
-        by_group.setdefault(int(groups[row]), []).append(row)
-    for members in sorted(by_group.values(), key=len, reverse=True):
-        need = np.bincount(labels[members], minlength=len(room))  # (K,)
-        fits = (room >= need[:, None]).all(axis=0) & (room.sum(axis=0) > 0)
-        if balanced:
-            lack = np.where(wanted > 0, room / np.maximum(wanted, 1), -1.0)
-            split = int(np.argmax(need @ lack))
-        elif fits.any():
-            split = int(np.argmax(fits))
-        else:
-            split = int(np.argmax(room.sum(axis=0)))
-        splits[members] = split
-        room[:, split] -= need
-    splits[is_single] = fill(labels[is_single], room.tolist())
-    return splits
 
 
 def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:
