@@ -260,7 +260,11 @@ def _unknown(name: str, kind: type[Settings], words: Sequence[str], stray: str) 
         return UsageError(f"unknown option {option!r}{hint}")
     flag, before = ["", "", *words][words.index(stray) :][:2]
     lists = [flag_of(name) for name in names if issubclass(kind.types[name][0], List)]
-    hint = f"; separate by commas: {flag} '{before},{stray}'" if flag in lists else ""
+    hint = ""
+    if flag in lists:
+        hint = f"; separate by commas: {flag} '{before},{stray}'"
+    elif flag == "--data":
+        hint = f"; put a pattern of files in quotes: {flag} 'scans/*.h5'"
     return UsageError(f"unexpected argument {brief(option)!r} for hpctrain {name}{hint}")
 
 

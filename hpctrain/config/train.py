@@ -25,6 +25,7 @@ from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defaults, task_of
 
 Precision = Literal["default", "fp32", "tf32", "bf16"]
+Layout = Literal["NHWC", "NCHW", "NHW", "NCWH", "NWH", "HWC", "CHW", "HW", "CWH", "WH"]
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 CACHE_DIR = ("folder of built-in sets", "data")
 
@@ -73,7 +74,10 @@ class Config(OnRanks):
     )
 
     data: str = option(
-        "pack, built-in set (digits, flowers) or HDF5 file of --images", "digits", group="Common"
+        "pack, built-in set (digits, flowers), HDF5 file of --images, or pattern of such files, as"
+        " 'scans/*.h5'",
+        "digits",
+        group="Common",
     )
     model: str = option(
         "network: digits, resnet18, resnet34, resnet50, autoencoder, timm:NAME or your own"
@@ -116,8 +120,10 @@ class Config(OnRanks):
     labels: str | None = option(
         "dataset of integers (made 0 ... K-1), strings or one-hot", needs="--images"
     )
-    layout: Literal["NHWC", "NCHW", "NHW", "NCWH", "NWH"] | None = option(
-        "axes of --images; default: NHWC or NHW, MATLAB NCWH or NWH", needs="--images"
+    layout: Layout | None = option(
+        "axes of --images; without N, each file is one image; default: NHWC or NHW, MATLAB NCWH or"
+        " NWH",
+        needs="--images",
     )
     max_value: float | None = option(
         "divide --images by this; default: 255 for uint8, 65535 for uint16, else 1",
@@ -126,6 +132,9 @@ class Config(OnRanks):
     )
     split: Shares | None = option(
         "shares as in 0.8,0.2 or, with validation, 0.8,0.1,0.1; default: 0.9,0.1", needs="--images"
+    )
+    group: Literal["file"] | None = option(
+        "file: keep all images of a file in one split", needs="--images"
     )
     shuffle: Literal["partition", "global", "blocks"] | None = option(
         "shuffle each shard's partition, all samples (global), or blocks of 4 MiB in a window, for"

@@ -1,10 +1,13 @@
-"""Train on HDF5 files that are not packs, which are read in place.
+"""Train on HDF5 files that are not packs, which are read in place: on one, or many as one set.
 
 Their splits are drawn from a seed as lists of rows. If samples can be read one by one, each class
 is divided by the shares and every split is shuffled. If they should be read in long blocks (chunks,
 or --shuffle blocks), whole blocks are drawn, and a split has its blocks in random order. Rank 0
 does all of this and sends the rows and labels of all splits with the ``Pack``: for less than 256
 classes and 2^32 images, 5 bytes of each.
+
+Many files may be read as one set (``external_files.py``). A block then lies within one file, and
+--group file draws whole files.
 """
 
 from __future__ import annotations
@@ -23,12 +26,21 @@ import h5py
 import numpy as np
 
 from hpctrain.config import Shares
+from hpctrain.data.file_set import FileSet
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
-from hpctrain.data.orders import assign, check_splits, divide_by_shares, shuffled
+from hpctrain.data.orders import (
+    assign,
+    assign_groups,
+    block_starts,
+    check_splits,
+    divide_by_shares,
+    shuffled,
+)
 from hpctrain.data.pack import (
     ALIASES,
     LAYOUTS,
     MOST_CHANNELS,
+    ONE_SAMPLE,
     SPLITS,
     ExternalOptions,
     Pack,
@@ -63,13 +75,20 @@ class Content(NamedTuple):
 
 
 def read_external(path: str | os.PathLike[str], options: ExternalOptions) -> Pack:
-    """Check, split and identify an external file and return it as a `Pack`. Raises UsageError.
+    """Check, split and identify an external file and return it as a `Pack`. Raises UsageError."""
+    path = os.path.abspath(path)
+    if options.group:
+        raise UsageError(f"--group {options.group}: {path} is one file, no pattern of several")
+    with open_hdf5(path) as file:
+        content = read_content(file, options)
+    return make_pack(path, content, options)
+
+
+def make_pack(path: str, content: Content, options: ExternalOptions) -> Pack:
+    """Split and identify the content of an external file, or of a set of files. Raises UsageError.
 
     Labels are mapped to 0 ... K-1 in ascending order, strings sorted; they name the classes.
     """
-    path = os.path.abspath(path)
-    with open_hdf5(path) as file:
-        content = read_content(file, options)
     train = next(iter(content.infos))  # its name, which is "" without given splits
     values = np.unique(content.labels[train])
     check_alike(path, content, train, values)
@@ -102,6 +121,8 @@ def read_external(path: str | os.PathLike[str], options: ExternalOptions) -> Pac
             zlib.crc32(as_bytes(labels)),
             probes[split].crc32,
         ]
+        if info.files is not None:
+            identity.append(info.files.identity())
         classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
         for name, rows in draw_splits(pack, split, classes, options).items():
             splits[name] = info._replace(
@@ -145,7 +166,13 @@ def describe_file(
     images = content.infos[train].images
     sides = [images.shape[axis] for axis in LAYOUTS[content.layout][1:]]
     height, width, channels = [*sides, 1][:3]
-    block_rows = choose_block_rows(images, len(values), options.block_rows)
+    block_rows = choose_block_rows(
+        images,
+        classes=len(values),
+        wanted=options.block_rows,
+        files=content.infos[train].files,
+    )
+    layout = options.layout if options.layout in ONE_SAMPLE else content.layout
     return Pack(
         path=path,
         uuid="",
@@ -164,7 +191,7 @@ def describe_file(
             divisor=options.max_value or FULL.get(images.dtype, 1.0),
         ),
         block_rows=block_rows,
-        external=options._replace(layout=content.layout, block_rows=block_rows)._asdict(),
+        external=options._replace(layout=layout, block_rows=block_rows)._asdict(),
     )
 
 
@@ -182,7 +209,9 @@ def read_content(file: h5py.File, options: ExternalOptions) -> Content:
         labels = find_dataset(file, options.labels.replace("{split}", name))
         content = content._replace(layout=choose_layout(images, content.layout))
         stored = locate_dataset(images, content.sizes)
-        content.labels[split] = read_all_labels(labels, len(images))
+        content.labels[split] = number_names(
+            read_all_labels(labels, len(images)), f"the labels {labels.name}"
+        )
         content.infos[split] = SplitInfo(
             path=os.path.abspath(os.fsdecode(images.file.filename)),
             samples=len(images),
@@ -225,11 +254,18 @@ def find_splits(file: h5py.File, options: ExternalOptions) -> dict[str, str]:
 def choose_layout(data: h5py.Dataset, layout: str) -> str:
     """Return the layout of the images, by default the usual one of so many dimensions.
 
-    Raises Unusable if it does not fit or may be another, or for images of another type.
+    That of a sample gets an axis N. Raises Unusable if it does not fit or may be another, or for
+    images of another type.
     """
     name = f"the images {data.name}"
     shape = data.shape or ()
     check_type(data)
+    if layout in ONE_SAMPLE:
+        if len(shape) != len(layout):
+            raise Unusable(f"{name} have shape {shape}, which is not {layout}: say --layout")
+        if 0 in shape:
+            raise Unusable(f"{name} have shape {shape}: they hold nothing")
+        return f"N{layout}"
     with open(data.file.filename, "rb") as file:
         is_matlab = file.read(len(MATLAB)) == MATLAB
     usual = USUAL_OF_MATLAB if is_matlab else USUAL
@@ -275,7 +311,7 @@ def reshaped(data: h5py.Dataset, how: str) -> str:
 
 
 def read_all_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
-    """Read all labels, (N,) int64, or strings. Raises Unusable."""
+    """Read all labels, (N,) int64, or strings as they are. Raises Unusable."""
     locate_dataset(data, {})
     name = f"the labels {data.name}"
     if h5py.check_string_dtype(data.dtype):
@@ -288,6 +324,8 @@ def read_all_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
         return one_each(np.array(texts), name, samples)
     if values.dtype.kind not in "biuf":
         raise Unusable(f"{name} are {values.dtype}: write integers, truth values or strings")
+    if samples == 1 and values.ndim == 1:
+        values = values[np.newaxis]
     if values.ndim == 2 and len(values) == samples and values.shape[1] > 1:
         hot = ((values == 1).sum(axis=1) == 1) & ((values != 0).sum(axis=1) == 1)
         if not hot.all():
@@ -308,7 +346,7 @@ def read_all_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
 
 
 def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
-    """Read labels that are strings, (N,); strings of whole numbers as int64. Raises Unusable."""
+    """Read labels that are strings, (N,). Raises Unusable."""
     name = f"the labels {data.name}"
     try:
         texts = data.asstr("utf-8")[...]
@@ -318,13 +356,23 @@ def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
     empty = names == ""
     if empty.any():
         raise Unusable(f"{name} are incomplete: row {empty.argmax()} is an empty string")
+    return names
+
+
+def number_names(names: np.ndarray, where: str) -> np.ndarray:
+    """Return all labels (N,) of `where`: strings of whole numbers, if all are, as int64.
+
+    Raises Unusable for two spellings of a name.
+    """
+    if names.dtype.kind != "U":
+        return names
     distinct = np.unique(names).tolist()
     spellings: dict[str, str] = {}
     for text in distinct:
         other = spellings.setdefault(unicodedata.normalize("NFC", text.strip()), text)
         if other != text:
             raise Unusable(
-                f"{name} hold {other!a} and {text!a}, which differ in spaces around them or in"
+                f"{where} hold {other!a} and {text!a}, which differ in spaces around them or in"
                 " Unicode normalization alone: write them alike"
             )
     is_numbered = all(re.fullmatch("0|[1-9][0-9]{0,17}", text) for text in distinct)
@@ -333,7 +381,7 @@ def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
 
 def one_each(values: np.ndarray, name: str, samples: int) -> np.ndarray:
     """Return labels of one value per image as (N,), whatever axes there are. Raises Unusable."""
-    if values.size != samples or max(values.shape) != samples:
+    if values.size != samples or max(values.shape, default=1) != samples:
         raise Unusable(
             f"{name} have shape {values.shape}, and {samples:,} images need ({samples},) or one-hot"
             f" ({samples}, K)"
@@ -341,8 +389,13 @@ def one_each(values: np.ndarray, name: str, samples: int) -> np.ndarray:
     return values.reshape(-1)
 
 
-def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
-    """Return the samples per block: whole chunks of about READ_BYTES, less in a small file."""
+def choose_block_rows(
+    images: Stored, classes: int, wanted: int | None, files: FileSet | None = None
+) -> int:
+    """Return the samples per block: whole chunks of about READ_BYTES, less in a small file.
+
+    Of a set of `files`, no more than its largest file has.
+    """
     unit = images.chunk_rows or 1
     rows = images.shape[0]
     if wanted == 0 and not images.chunk_rows:
@@ -351,7 +404,10 @@ def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
         return wanted
     units = -(-rows // unit)
     blocks = max(MIN_BLOCKS, MIN_BLOCKS_OF_CLASS * classes)
-    return unit * max(1, min(READ_BYTES // (unit * images.row_bytes), units // blocks))
+    most = READ_BYTES // (unit * images.row_bytes)
+    if files is not None:
+        most = min(most, -(-int(np.diff(files.starts).max()) // unit))
+    return unit * max(1, min(most, units // blocks))
 
 
 def draw_splits(
@@ -363,23 +419,34 @@ def draw_splits(
     """
     everything = np.arange(len(labels))
     block_rows = pack.block_rows
+    files = pack.splits["train"].files
     if split:
         return {split: _in_random_order(everything, block_rows, options.seed, split)}
     shares = Shares(options.split or DEFAULT_SPLIT)
     way = ""
     advice = ""
     images = pack.splits["train"].images
-    if block_rows:
-        splits = _assign_blocks(labels, shares, block_rows, options.seed)
+    bounds = np.append(np.arange(0, len(labels), block_rows or len(labels)), len(labels))
+    if files is not None and block_rows:
+        bounds = files.block_bounds(block_rows)
+    if options.group and files is not None:
+        splits = _assign_files(labels, shares, files, options.seed)
+        way = ", drawn as whole files by --group file"
+    elif block_rows:
+        splits = _assign_blocks(labels, shares, bounds, block_rows, options.seed)
         way = f", drawn in blocks of {block_rows:,} images"
         if images.chunk_rows > 1:
-            advice = chunk_advice(images, pack.splits["train"].path)
+            one_of_them = files.path(0) if files is not None else pack.splits["train"].path
+            advice = chunk_advice(images, one_of_them)
     else:
         splits = assign(labels, shares, options.seed)
-    drawn = {
-        name: _in_random_order(everything[splits == position], block_rows, options.seed, name)
-        for position, name in enumerate(SPLITS)
-    }
+    drawn: dict[str, np.ndarray] = {}
+    for position, name in enumerate(SPLITS):
+        rows = everything[splits == position]
+        if files is not None and block_rows:
+            drawn[name] = _blocks_in_random_order(rows, bounds, options.seed, name)
+        else:
+            drawn[name] = _in_random_order(rows, block_rows, options.seed, name)
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
     check_splits(
         drawn,
@@ -402,21 +469,45 @@ def chunk_advice(images: Stored, path: str) -> str:
     )
 
 
-def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: int) -> np.ndarray:
+def _assign_files(labels: np.ndarray, shares: Shares, files: FileSet, seed: int) -> np.ndarray:
+    """Divide whole files by the shares; return the split (N,) of each sample."""
+    rows = shuffled(np.arange(len(labels)), seed, "pack split")
+    splits = np.empty(len(labels), np.int32)
+    splits[rows] = assign_groups(labels[rows], files.files_of(rows), shares, balanced=True)
+    return splits
+
+
+def _assign_blocks(
+    labels: np.ndarray, shares: Shares, bounds: np.ndarray, block_rows: int, seed: int
+) -> np.ndarray:
     """Divide whole blocks by the shares; return the split (N,) of each sample.
+
+    `bounds` (B + 1,) are the first sample of each block, which has `block_rows` at most, and N.
 
     Blocks are sorted by the class of their middle sample, in random order within a class, and the
     splits take them in turn: each gets its share of every class, even in a file ordered by class.
     """
-    blocks = -(-len(labels) // block_rows)
+    blocks = len(bounds) - 1
     order = shuffled(np.arange(blocks), seed, "pack split")
-    middles = np.minimum(np.arange(blocks) * block_rows + block_rows // 2, len(labels) - 1)
+    middles = np.minimum(bounds[:-1] + block_rows // 2, bounds[1:] - 1)
     order = order[np.argsort(labels[middles][order], kind="stable")]
     counts = divide_by_shares(blocks, shares)
     turns = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in counts])
     splits = np.empty(blocks, np.int32)
     splits[order] = np.repeat(np.arange(len(counts)), counts)[np.argsort(turns, kind="stable")]
-    return np.repeat(splits, block_rows)[: len(labels)]
+    return np.repeat(splits, np.diff(bounds))
+
+
+def _blocks_in_random_order(
+    rows: np.ndarray, bounds: np.ndarray, seed: int, split: str
+) -> np.ndarray:
+    """Shuffle the blocks, of any size, in the ascending rows (n,) of a split."""
+    starts = block_starts(rows, bounds)
+    order = shuffled(np.arange(len(starts) - 1), seed, "blocks", split)
+    sizes = np.diff(starts)[order]
+    first = np.repeat(starts[:-1][order], sizes)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return rows[first + within]
 
 
 def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -> np.ndarray:

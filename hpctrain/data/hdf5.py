@@ -197,14 +197,21 @@ class Hdf5Rows:
     (Sources of virtual datasets and raw files are compared when it is opened, and not again.)
     """
 
-    def __init__(self, path: str, stored: Stored, sizes: dict[str, int]) -> None:
-        """Open the file. Raises UsageError if it or a source is not the one that was checked."""
+    def __init__(
+        self, path: str, stored: Stored, sizes: dict[str, int], cached: int | None = None
+    ) -> None:
+        """Open the file, with a chunk cache of `cached` bytes; by default, it suits one file.
+
+        `stored` may have an axis N, of one row, that the dataset lacks. Raises UsageError if the
+        file or a source is not the one that was checked.
+        """
         for name, size in sizes.items():
             File(name, size).close()
         self._path = path
         self._lock = threading.Lock()
         # HDF5 caches what was read last, of each source of a virtual dataset: calls continue there.
-        cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes) // len(sizes)
+        if cached is None:
+            cached = max(CACHE_BYTES, 2 * stored.chunk_rows * stored.row_bytes) // len(sizes)
         self._file = h5py.File(
             path,
             "r",
@@ -213,18 +220,20 @@ class Hdf5Rows:
             rdcc_nslots=SLOTS,
         )
         self._data = self._file[stored.dataset]
+        self._is_sample = self._data.ndim < len(stored.shape)
         self._state = self._read_state()
 
-    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
+    def read(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
         """Implement `RowReader`: in file order, a run of consecutive rows at once."""
         if len(rows) == 0:
             return
         order = np.argsort(rows, kind="stable")
         cuts = np.flatnonzero(np.diff(rows[order]) != 1) + 1
         with self._lock:
-            for places in np.split(order, cuts):
-                first = int(rows[places[0]])
-                out[places] = self._read_run(first, first + len(places))
+            for run in np.split(order, cuts):
+                first = int(rows[run[0]])
+                in_result = run if places is None else places[run]
+                out[in_result] = self._read_run(first, first + len(run))
             self._check_unchanged()
 
     def read_ahead(self, rows: np.ndarray) -> None:
@@ -236,6 +245,8 @@ class Hdf5Rows:
 
     def _read_run(self, start: int, stop: int) -> np.ndarray:
         try:
+            if self._is_sample:
+                return np.asarray(self._data)[np.newaxis]
             return np.asarray(self._data[start:stop])
         except Exception as error:  # HDF5 and h5py raise many types
             self._check_unchanged()

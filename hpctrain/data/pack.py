@@ -37,13 +37,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpctrain.data.file_set import is_pattern
 from hpctrain.data.scale import BYTES, FULL, Scale
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
+from hpctrain.errors import UsageError
 from hpctrain.text import counted, listed, printable
 
 if TYPE_CHECKING:
     import h5py
+
+    from hpctrain.data.file_set import FileSet
 
 FORMAT = "hpctrain-pack"
 VERSION = 4
@@ -64,6 +68,7 @@ LAYOUTS = {  # axes of images in an external file -> which of them is N, H, W an
     "NCWH": (0, 3, 2, 1),  # (H, W, C, N) and (H, W, N) in MATLAB, which is column-major
     "NWH": (0, 2, 1),
 }
+ONE_SAMPLE = ("HWC", "CHW", "HW", "CWH", "WH")  # layouts of files that are one sample each
 
 
 class SplitInfo(NamedTuple):
@@ -79,6 +84,7 @@ class SplitInfo(NamedTuple):
     name_offsets: Stored | None = None
     rows: np.ndarray | None = None  # (N,) of `images`, in the order of the split; None = all
     probe: int | None = None  # CRC-32 of `Split.read_probe`, in an external file
+    files: FileSet | None = None  # those with the rows of `images`, if `path` is a pattern
 
 
 class ExternalOptions(NamedTuple):
@@ -89,12 +95,14 @@ class ExternalOptions(NamedTuple):
 
     images: str  # path of a dataset; may contain "{split}": then each split has its own
     labels: str
-    layout: str | None = None  # one of LAYOUTS; None = the usual one of so many dimensions
+    layout: str | None = None  # one of LAYOUTS; None = the usual one of so many dimensions;
+    # one of ONE_SAMPLE: each file is a sample
     split: str | None = None  # shares as for the packer; None = 0.9,0.1
     seed: int = 0
     block_rows: int | None = None  # samples drawn together; 0 = one by one, stratified by class;
     # None = a number that suits the file. Chunks are never divided.
     max_value: float | None = None  # images are divided by it; None = as `Scale` says
+    group: str | None = None  # "file": all samples of a file are in one split
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,8 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     from hpctrain.data.hdf5 import Unusable, locate_dataset, open_hdf5  # imports h5py
 
     path = os.path.abspath(path)
+    if is_pattern(path):
+        raise UsageError(f"{path} stands for HDF5 files that are no packs: it needs --images")
     with open_hdf5(path) as file:
         if file.attrs.get("format") != FORMAT.encode():
             raise Unusable(
@@ -338,8 +348,12 @@ def images_note(pack: Pack) -> str | None:
         note = f"{os.path.basename(pack.path)} holds images of {shape}: {scale}"
         unused = range_note(pack.statistics, scale, "--max-value ")
         return "; ".join(filter(None, [note, unused]))
+    files = pack.splits["train"].files
+    where = images.dataset
+    if files is not None:
+        where += f" of {counted(len(files.names), 'file')}"
     note = (
-        f"{images.dataset} is read as {images.shape[0]:,} images of {shape} ({pack.layout}), of"
+        f"{where} is read as {images.shape[0]:,} images of {shape} ({pack.layout}), of"
         f" {len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
     )
     if channels > min(height, width, MOST_CHANNELS):

@@ -5,6 +5,7 @@
     pack of JPEG files               jpeg    bytes offsets[i] to offsets[i + 1]
     external HDF5 file, contiguous   raw     offset + rows[i] * image bytes
     external HDF5 file, otherwise    h5py    row rows[i] (``hdf5.py``)
+    set of external HDF5 files       both    row rows[i] of all files (``file_set.py``)
 
 What has an offset is read without HDF5 (``stored.py``).
 """
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from hpctrain.data.file_set import FileSetRows
+from hpctrain.data.orders import block_starts
 from hpctrain.data.pack import LAYOUTS, Pack, checksum
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import is_nodata, unit_values
@@ -84,10 +87,16 @@ class Split:
         self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
         self._is_read_ahead = False  # whether `gather` asks the kernel for images before it reads
         self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
-        self._file = File(info.path, pack.sizes[info.path])
+        files = info.files
+        if files is None:
+            self._file = File(info.path, pack.sizes[info.path])
+        else:
+            self._file = File(files.path(0), int(files.sizes[0]))
         self._images: RowReader = OffsetRows(self._file, info.images)
         try:
-            if info.offsets:
+            if files is not None:
+                self._images = FileSetRows(files, info.images)
+            elif info.offsets:
                 self._start_decoder()
             elif not info.images.offset:
                 from hpctrain.data.hdf5 import Hdf5Rows  # imports h5py
@@ -208,7 +217,9 @@ class Split:
         if samples == self._held.samples:
             return
         images = self.info.images
-        if images.offset and not self.info.offsets:
+        if self.info.files is not None:
+            self._is_read_ahead = True
+        elif images.offset and not self.info.offsets:
             place = images.byte_range(samples.start, samples.stop)
             self._is_read_ahead = len(place) > MOST_AHEAD or self.info.rows is not None
             if not self._is_read_ahead:
@@ -256,8 +267,11 @@ class Split:
 
     def source_of(self, index: int) -> str:
         """Return where a sample came from: the name of a packed file relative to its source, a
-        dataset and its row as "/x[5]", or "" if that is not known.
+        dataset and its row as "/x[5]", in a set of files "scans/a.h5:/x[5]", or "" if that is not
+        known.
         """
+        if self.info.rows is not None and self.info.files is not None:
+            return self.info.files.place_of(int(self.info.rows[index]), self.info.images.dataset)
         if self.info.rows is not None:
             return f"{self.info.images.dataset}[{self.info.rows[index]}]"
         names = self.info.names
@@ -269,8 +283,19 @@ class Split:
         self._file.read(memoryview(data), names.offset + start)
         return data.decode("utf-8", "surrogateescape")
 
+    @property
+    def block_starts(self) -> np.ndarray | None:
+        """The first sample of each block of a set of files, and N, (B + 1,).
+
+        None: all blocks have ``pack.block_rows`` samples.
+        """
+        files = self.info.files
+        if files is None or self.info.rows is None or not self.pack.block_rows:
+            return None
+        return block_starts(self.info.rows, files.block_bounds(self.pack.block_rows))
+
     def close(self) -> None:
-        """Close the file and end the threads."""
+        """Close the files and end the threads."""
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
         self._images.close()

@@ -41,10 +41,10 @@ class Stored(NamedTuple):
 class RowReader(Protocol):
     """Reads the rows of a stored array (N, ...). Thread-safe."""
 
-    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
+    def read(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
         """Read `rows` (n,), in that order, into the C-contiguous `out` (n, ...), as stored.
 
-        Raises RunError.
+        With `places` (n,), they are read to these of `out` (m, ...). Raises RunError.
         """
 
     def read_ahead(self, rows: np.ndarray) -> None:
@@ -70,7 +70,9 @@ class File:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
-        size_here = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        size_here = status.st_size
+        self.modified = status.st_mtime_ns
         if size_here != size:
             self.close()
             raise UsageError(
@@ -116,12 +118,12 @@ class OffsetRows:
         self._offset = stored.offset
         self._row_bytes = stored.row_bytes
 
-    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
+    def read(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
         """Implement `RowReader`: in file order, a run of consecutive rows by one preadv."""
         buffer = as_bytes(out)
-        places, offsets, sizes = self._runs(rows)
-        for place, offset, size in zip(places, offsets, sizes, strict=True):
-            self._file.read(buffer[place : place + size], offset)
+        starts, offsets, sizes = self._runs(rows, places)
+        for start, offset, size in zip(starts, offsets, sizes, strict=True):
+            self._file.read(buffer[start : start + size], offset)
 
     def read_ahead(self, rows: np.ndarray) -> None:
         _, offsets, sizes = self._runs(rows)
@@ -131,7 +133,9 @@ class OffsetRows:
     def close(self) -> None:
         self._file.close()
 
-    def _runs(self, rows: np.ndarray) -> tuple[list[int], list[int], list[int]]:
+    def _runs(
+        self, rows: np.ndarray, places: np.ndarray | None = None
+    ) -> tuple[list[int], list[int], list[int]]:
         """Divide `rows` (n,) into runs that are consecutive in the file and in the request.
 
         Returns where each run begins in the bytes of the result, where in the file, and its bytes.
@@ -140,10 +144,11 @@ class OffsetRows:
             return [], [], []
         order = np.argsort(rows, kind="stable")
         in_file = rows[order]
-        cuts = np.flatnonzero((np.diff(in_file) != 1) | (np.diff(order) != 1)) + 1
+        in_result = order if places is None else places[order]
+        cuts = np.flatnonzero((np.diff(in_file) != 1) | (np.diff(in_result) != 1)) + 1
         bounds = np.concatenate([[0], cuts, [len(rows)]])
         first = bounds[:-1]
-        places = order[first] * self._row_bytes
+        starts = in_result[first] * self._row_bytes
         offsets = self._offset + in_file[first] * self._row_bytes
         sizes = np.diff(bounds) * self._row_bytes
-        return places.tolist(), offsets.tolist(), sizes.tolist()
+        return starts.tolist(), offsets.tolist(), sizes.tolist()

@@ -23,6 +23,7 @@ from torch import Tensor
 from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.config.functions import source_files
 from hpctrain.cores import check_threads
+from hpctrain.data.file_set import is_pattern
 from hpctrain.data.pack import ExternalOptions, Pack, is_pack, read_pack
 from hpctrain.data.scale import Scale, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
@@ -208,13 +209,14 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
 
     def find_pack() -> Pack:
         metadata = network.metadata
-        if not config.data and not Path(metadata["pack"]).is_file():
+        trained_on = Path(metadata["pack"])
+        if not config.data and not (trained_on.is_file() or is_pattern(trained_on)):
             raise UsageError(
                 f"the pack that {network.path} was trained on, {metadata['pack']}, is gone: give"
                 " --data"
             )
         path = find_pack_path(config.data or metadata["pack"], config.cache_dir)
-        pack = read_in_scale(path, metadata["external"], network.scale)
+        pack = read_in_scale(path, metadata["external"], network.scale, config.cache_dir)
         require_split(pack, config.split)
         for name, value, trained in (
             ("images of shape", pack.image_shape, network.image_shape),
@@ -233,7 +235,9 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
         return Split(pack, config.split, network.decoders)
 
 
-def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> Pack:
+def read_in_scale(
+    path: Path, external: dict[str, Any] | None, scale: Scale, cache_dir: str
+) -> Pack:
     """Open a pack, or an `external` file, so that its values are scaled as those of a network.
 
     Raises UsageError if their scale cannot be known.
@@ -241,9 +245,9 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
     if external is None or is_pack(path):
         pack = read_pack(path)
     else:
-        from hpctrain.data.external import read_external  # imports h5py
+        from hpctrain.data.external_files import open_external  # imports h5py
 
-        pack = read_external(path, ExternalOptions(**external))
+        pack = open_external(path, ExternalOptions(**external), cache_dir)
     stored = pack.scale
     try:
         divisor = scale.divisor_for(stored.dtype, stored.low, stored.high)
@@ -261,7 +265,8 @@ def read_in_scale(path: Path, external: dict[str, Any] | None, scale: Scale) -> 
         say(f"{pack.path} holds {divided}; the training was on {scale}", sys.stderr)
     if divisor == stored.divisor:
         return pack
-    return read_external(path, ExternalOptions(**pack.external)._replace(max_value=divisor))
+    options = ExternalOptions(**pack.external)._replace(max_value=divisor)
+    return open_external(path, options, cache_dir)
 
 
 def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:

@@ -1,4 +1,4 @@
-"""Find the pack that ``--data`` names; built-in sets are made when first used.
+"""Find the pack, or files, that ``--data`` names; built-in sets are made when first used.
 
 Two processes may make the same set at the same time: each renames a file of equal bytes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from hpctrain.data.file_set import is_pattern
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.packing.builtin import BUILT_IN
 from hpctrain.text import listed
@@ -16,8 +17,8 @@ from hpctrain.text import listed
 def find_pack_path(data: str, cache_dir: str) -> Path:
     """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
 
-    Built-in names take precedence: write ./digits for a file of that name. Raises UsageError if
-    `data` is not a file, and what `pack` raises.
+    A pattern of files is returned as it is. Built-in names take precedence: write ./digits for a
+    file of that name. Raises UsageError if `data` is not a file, and what `pack` raises.
     """
     path = Path(data)
     if data in BUILT_IN:
@@ -36,6 +37,8 @@ def find_pack_path(data: str, cache_dir: str) -> Path:
                     overwrite=True,
                 )
             )
+    elif is_pattern(data):
+        pass
     elif path.is_dir():
         raise UsageError(
             f"--data {data} is not a pack: run python -m hpctrain pack {shlex.quote(data)} first"

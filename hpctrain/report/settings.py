@@ -1,6 +1,7 @@
 """Read what a run was begun with: its settings, ``config.toml``, and its plan, ``plan.json``.
 
-Each command words the error for what it was about to do.
+Of a run on a set of files, ``files.json`` has numbers by which each of them is recognized. Each
+command words the error for what it was about to do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hpctrain.report.find import SETTINGS_FILE
 from hpctrain.text import parse_json
 
 PLAN_FILE = "plan.json"
+DATA_FILE = "files.json"  # of a run on a set of files
 T = TypeVar("T")
 
 
@@ -39,6 +41,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_plan_of(folder: Path) -> Plan:
     """Return the plan of the run in `folder`. Raises UnreadableFile."""
     return _read(folder / PLAN_FILE, lambda content: read_plan(parse_json(content)))
+
+
+def read_files_of(folder: Path) -> dict[str, list[int]]:
+    """Return the `FileSet.table` of the run in `folder`. Raises UnreadableFile."""
+    return _read(folder / DATA_FILE, lambda content: dict(parse_json(content)))
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from hpctrain.config import Config, Every
 from hpctrain.cores import check_threads
+from hpctrain.data.file_set import describe_changes
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import ExternalOptions, Pack, SplitInfo, read_pack
 from hpctrain.data.split import Split
@@ -26,8 +28,9 @@ from hpctrain.parallel.device import choose_device, unused_gpus_note
 from hpctrain.parallel.hosts import JobCores, core_notes, share_cores
 from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, on_all, on_root
 from hpctrain.plan import Plan, cpu_threads
+from hpctrain.report.settings import UnreadableFile, read_files_of
 from hpctrain.tasks.task import task_class
-from hpctrain.text import counted, listed
+from hpctrain.text import counted, listed, listed_names
 from hpctrain.training.probe import FIRST_ROWS
 from hpctrain.training.staging import stage
 from hpctrain.watchdog import doing
@@ -82,9 +85,9 @@ def find_pack(config: Config) -> Pack:
     """Find (or make), check and open the pack, or the file of --images (rank 0)."""
     path = find_pack_path(config.data, config.cache_dir)
     if config.images is not None and config.labels is not None:
-        from hpctrain.data.external import read_external  # imports h5py
+        from hpctrain.data.external_files import open_external  # imports h5py
 
-        return read_external(
+        return open_external(
             path,
             ExternalOptions(
                 images=config.images,
@@ -94,11 +97,40 @@ def find_pack(config: Config) -> Pack:
                 seed=config.seed,
                 block_rows=None if config.shuffle == "blocks" else 0,
                 max_value=config.max_value,
+                group=config.group,
             ),
+            config.cache_dir,
         )
     pack = read_pack(path)
     require_split(pack, "train")
     return pack
+
+
+def check_same_files(folder: Path, plan: Plan, pack: Pack) -> str:
+    """Raise UsageError if a set of files is not the one with which the run in `folder` began.
+
+    The error names the files that are others. Returns a note if files were written anew, with equal
+    probes, as copies are; else "".
+    """
+    files = pack.splits["train"].files
+    if files is None:
+        return ""
+    try:
+        before = read_files_of(folder)
+    except UnreadableFile:
+        return ""  # the plan holds the identity of them all
+    now = files.table()
+    if pack.uuid != plan.pack_uuid:
+        changes = describe_changes(before, now)
+        if changes:
+            raise UsageError(f"{pack.path}: since the run was begun, {changes}: it cannot go on")
+    rewritten = [name for name in now if now[name] != before.get(name)]
+    if not rewritten:
+        return ""
+    return (
+        f"{len(rewritten):,} of {counted(len(now), 'file')} were written since the run was begun"
+        f" ({listed_names(rewritten, 3)}): they are taken for copies, as probes of them are equal"
+    )
 
 
 def check_data(config: Config, pack: Pack) -> None:
@@ -142,6 +174,7 @@ def open_order(
             seed=config.seed,
             block_rows=plan.block_rows,
             window_blocks=plan.window_blocks,
+            starts=split.block_starts,
             classes_of=split.read_targets if config.balanced_sampling else None,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import time
@@ -22,7 +23,7 @@ from hpctrain.parallel.mpi import library
 from hpctrain.plan import FREE, describe_shares
 from hpctrain.report.find import SETTINGS_FILE, evaluation_file
 from hpctrain.report.record import Recorder, truncate_record
-from hpctrain.report.settings import PLAN_FILE
+from hpctrain.report.settings import DATA_FILE, PLAN_FILE
 from hpctrain.training.checkpoint import make_ready
 from hpctrain.training.control import RunLock
 from hpctrain.training.resume import PreviousLaunch
@@ -66,8 +67,11 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
 
 
 def write_settings(run: Run, folder: Path) -> None:
-    """Write the configuration and the plan. Raises OSError."""
+    """Write the configuration, the plan, and what identifies a set of files. Raises OSError."""
     texts = {SETTINGS_FILE: to_toml(run.config.table()), PLAN_FILE: run.plan.to_json()}
+    files = run.pack.splits["train"].files
+    if files is not None:
+        texts[DATA_FILE] = json.dumps(files.table(), indent=0)
     for name, text in texts.items():
         write_whole(folder / name, text.rstrip() + "\n")
 

@@ -19,7 +19,14 @@ from hpctrain.parallel.batchnorm import Probe
 from hpctrain.parallel.mpi import Comm, comm_of_host, on_all, on_root
 from hpctrain.parallel.transport import open_transport
 from hpctrain.plan import Facts, Plan, extend, resolve
-from hpctrain.training.data import TrainingData, balance_note, check_memory, open_data, open_order
+from hpctrain.training.data import (
+    TrainingData,
+    balance_note,
+    check_memory,
+    check_same_files,
+    open_data,
+    open_order,
+)
 from hpctrain.training.network import Network, check_own_augment, make_network
 from hpctrain.training.probe import check_sizes, probe_model
 from hpctrain.training.resume import PreviousLaunch
@@ -49,6 +56,9 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     """
     begun = earlier.plan if earlier else None
     data = open_data(config, comm, begun)
+    if earlier:
+        copied = on_root(comm, check_same_files, earlier.folder, earlier.plan, data.pack)
+        data.notes.append(copied)
     network = make_network(config, comm, data, earlier)
     step = make_step(comm, data, network, begun)
     notes = (*data.notes, *network.notes, *step.notes)

@@ -32,7 +32,7 @@ SETTINGS = {}  # name of a setting -> its check
 #: Settings whose checks are in other files.
 ELSEWHERE = """
     augment balanced_sampling batch_norm cache_dir checkpoint_every class_weights clip_norm
-    comm_dtype compile cuda_graphs data deterministic ema final freeze hang_timeout images
+    comm_dtype compile cuda_graphs data deterministic ema final freeze group hang_timeout images
     keep_checkpoints label_smoothing labels layout loss lr_factors max_value metric min_lr
     momentum no_decay optimizer overlap patience progress random_crop read_buffer reduce
     resume run runs_dir schedule shuffle split stage step_epochs task tensorboard test

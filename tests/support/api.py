@@ -151,15 +151,35 @@ __all__ += ["check_forward", "load_init", "load_weights"]
 __all__ += ["read_model", "save_model"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
+from hpctrain.data import external_files
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.external import read_external
 from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops
 from hpctrain.data.pack import ExternalOptions, images_note
 from hpctrain.data.values import decode_stored, read_header
 
 __all__ += ["Augmentation", "ExternalOptions", "add_noise", "draw_crops"]
-__all__ += ["images_note", "read_external"]
+__all__ += ["images_note", "open_few_files", "opened_for_index", "read_external"]
 __all__ += ["BadImage", "Fit", "decode", "decode_stored", "names_of_changes", "read_header"]
+
+
+read_external = external_files.open_external
+
+
+def open_few_files(patch, most):
+    """Let readers of sets have so many files open at a time."""
+    patch.setattr("hpctrain.data.file_set.MOST_OPEN", most)
+
+
+def opened_for_index(patch):
+    """Return a list to which the path of each file is added that is read for an index."""
+    paths = []
+
+    def read_file(path, options, plain=external_files.read_file_of_set):
+        paths.append(path)
+        return plain(path, options)
+
+    patch.setattr(external_files, "read_file_of_set", read_file)
+    return paths
 
 
 def names_of_changes(changes):

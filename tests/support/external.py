@@ -27,9 +27,10 @@ def write(path, images, labels, at=("x", "y"), **storage):
     return path
 
 
-def read(path, images="x", labels="y", layout=None, split=None, **how):
-    """The file as rank 0 opens it."""
-    return read_external(path, ExternalOptions(images, labels, layout, split, **how))
+def read(path, images="x", labels="y", layout=None, split=None, cache_dir="", **how):
+    """The file, or the set of files of a pattern, as rank 0 opens it."""
+    options = ExternalOptions(images, labels, layout, split, **how)
+    return read_external(path, options, str(cache_dir))
 
 
 def contents(pack, name="train", order=None):

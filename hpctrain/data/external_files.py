@@ -1,0 +1,172 @@
+"""What the files of a set hold, which together are as one external file (``external.py``).
+
+Each is opened once, by rank 0: its datasets are located, its labels read, and its images probed.
+The rest is done without HDF5, but for images that are not stored in one piece (``file_set.py``).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import zlib
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpctrain.data import file_index
+from hpctrain.data.external import (
+    CONVENTIONS,
+    Content,
+    choose_layout,
+    make_pack,
+    number_names,
+    read_all_labels,
+    read_external,
+)
+from hpctrain.data.file_set import absolute_pattern, is_pattern, split_pattern
+from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
+from hpctrain.data.pack import ONE_SAMPLE, ExternalOptions, Pack, SplitInfo
+from hpctrain.data.split import PROBED
+from hpctrain.data.stored import File, Stored, as_bytes
+from hpctrain.errors import UsageError
+from hpctrain.text import counted
+
+if TYPE_CHECKING:
+    import h5py
+
+PROBE_BYTES = 256 << 10  # of the images of a file, by which it is recognized
+
+
+def open_external(
+    path: str | os.PathLike[str], options: ExternalOptions, cache_dir: str = ""
+) -> Pack:
+    """Check, split and identify an external file and return it as a `Pack`. Raises UsageError.
+
+    `path` may be a pattern of files, which are read as one set; their index is kept in `cache_dir`,
+    if it is given.
+    """
+    pattern = os.fspath(path)
+    if not is_pattern(pattern):
+        if options.layout not in ONE_SAMPLE:
+            return read_external(path, options)
+        pattern = glob.escape(pattern)
+    pattern = absolute_pattern(pattern)
+    return make_pack(pattern, read_set(pattern, options, cache_dir), options)
+
+
+def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
+    """Read what the files of an absolute pattern hold, in the order of their names.
+
+    Raises UsageError, also if the files differ in more than their numbers of samples.
+    """
+    if "{split}" in options.images + options.labels:
+        raise UsageError(
+            f"--images {options.images} has splits of its own, and those of a set of files are"
+            " drawn: name datasets that each file has, and give --split"
+        )
+    key = (options.images, options.labels, options.layout)
+    read = partial(read_file_of_set, options=options)
+    index, note = file_index.index_files(pattern, key, cache_dir, read)
+    kind = index.kind
+    try:
+        labels = number_names(index.labels, f"the labels {options.labels}")
+    except Unusable as error:
+        raise UsageError(f"{pattern}: {error}") from None
+    folder, _ = split_pattern(pattern)
+    files = index.file_set(folder, is_sample=options.layout in ONE_SAMPLE)
+    images = Stored(
+        dataset=kind.dataset,
+        dtype=kind.dtype,
+        shape=(len(labels), *kind.shape),
+        chunk_rows=int(files.chunk_rows.max()),
+    )
+    notes = [note] if note else []
+    for bit, attribute in enumerate(CONVENTIONS):
+        count = int(np.count_nonzero(index.unapplied >> bit & 1))
+        if count:
+            where = f"{kind.dataset} in {count:,} of {counted(len(files.names), 'file')}"
+            notes.append(f"{attribute} of {where} is not applied")
+    info = SplitInfo(
+        path=pattern,
+        samples=len(labels),
+        images=images,
+        targets=labels,
+        files=files,
+    )
+    return Content(
+        infos={"": info},
+        labels={"": labels},
+        layout=kind.layout,
+        sizes={},
+        notes=notes,
+    )
+
+
+def read_file_of_set(path: str, options: ExternalOptions) -> file_index.Content:
+    """Read what one file of a set holds, but for its images. Raises UsageError."""
+    with open_hdf5(path) as file:
+        images = find_dataset(file, options.images)
+        labels = find_dataset(file, options.labels)
+        sizes: dict[str, int] = {}
+        is_sample = options.layout in ONE_SAMPLE
+        layout = choose_layout(images, options.layout or "")
+        stored = locate_dataset(images, sizes)
+        locate_dataset(labels, sizes)
+        if [*sizes] != [path]:
+            raise Unusable(
+                f"{images.name} or {labels.name} is stored in another file: a set is of files that"
+                " hold both"
+            )
+        if is_sample:
+            stored = stored._replace(shape=(1, *stored.shape), chunk_rows=0)
+        rows = stored.shape[0]
+        texts = read_all_labels(labels, rows)
+        kind = "strings" if texts.dtype.kind == "U" else "integers"
+        if labels.size > rows:
+            kind = f"one-hot of {labels.size // rows}"
+        unapplied = [attribute in images.attrs for attribute in CONVENTIONS]
+        crc32 = probe_file(images, stored, path)
+        for text in texts.tolist():
+            crc32 = zlib.crc32(f"{text}\n".encode(), crc32)
+        return file_index.Content(
+            kind=file_index.Kind(
+                dataset=stored.dataset,
+                dtype=stored.dtype,
+                layout=layout,
+                shape=stored.shape[1:],
+                labels=kind,
+            ),
+            rows=rows,
+            offset=stored.offset,
+            chunk_rows=min(stored.chunk_rows, rows) if rows > 1 else 0,
+            crc32=crc32,
+            unapplied=sum(is_there << bit for bit, is_there in enumerate(unapplied)),
+            labels=texts,
+        )
+
+
+def probe_file(data: h5py.Dataset, stored: Stored, path: str) -> int:
+    """Return the CRC-32 of up to PROBE_BYTES of the images (N, ...) of a file.
+
+    They are middle parts, along the first axis of a sample, of up to PROBED samples.
+    """
+    rows = np.unique(np.arange(PROBED) * (stored.shape[0] - 1) // (PROBED - 1)).tolist()
+    lines = stored.shape[1]
+    line_bytes = stored.row_bytes // lines
+    count = min(lines, max(1, PROBE_BYTES // (len(rows) * line_bytes)))
+    first = (lines - count) // 2
+    crc32 = 0
+    if stored.offset:
+        buffer = np.empty(count * line_bytes, np.uint8)
+        with closing(File(path, os.path.getsize(path))) as file:
+            for row in rows:
+                file.read(buffer.data, stored.byte_range(row, row + 1).start + first * line_bytes)
+                crc32 = zlib.crc32(buffer.data, crc32)
+        return crc32
+    part = slice(first, first + count)
+    for row in rows:
+        place = (row, part) if data.ndim == len(stored.shape) else (part,)
+        crc32 = zlib.crc32(as_bytes(np.ascontiguousarray(data[place])), crc32)
+    return crc32

@@ -1,0 +1,290 @@
+"""The index of a set of HDF5 files: what each of them holds, kept in --cache-dir.
+
+To open thousands of files takes long. So what was read from a file is kept, with its size and the
+time of its last modification, and only files that have others by now are read again. The index is a
+.npz file, made of what it holds alone: one that is missing, damaged or outdated is made anew.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import stat
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.cores import make_pool
+from hpctrain.data.file_set import FileSet, split_pattern
+from hpctrain.errors import UsageError
+from hpctrain.files import remove_left_behind, whole_file
+from hpctrain.text import counted
+from hpctrain.watchdog import doing
+
+VERSION = 1  # part of the name of an index
+THREADS = 16  # that ask for the sizes of files: each request may take a network file system 1 ms
+FILES_AT_A_TIME = 64
+SETTLED = 2_000_000_000  # ns after which another modification has another time
+
+
+class Kind(NamedTuple):
+    """What all files of a set agree in."""
+
+    dataset: str
+    dtype: str
+    layout: str
+    shape: tuple[int, ...]  # of a sample, as stored
+    labels: str  # "integers", "strings" or "one-hot of K"
+
+    def __str__(self) -> str:
+        return f"images of {self.dtype} {self.shape} in {self.layout}, and labels {self.labels}"
+
+
+class Content(NamedTuple):
+    """What one file holds."""
+
+    kind: Kind
+    rows: int
+    offset: int  # position of its first image; 0: read by HDF5
+    chunk_rows: int  # rows of a chunk; 0 = no chunks that hold several
+    crc32: int  # of a probe of the images and of all labels
+    unapplied: int  # attributes that would change values, as bits
+    labels: np.ndarray  # (rows,) int64, or strings
+
+
+class Listing(NamedTuple):
+    """The F files that a pattern stands for."""
+
+    folder: str
+    names: np.ndarray  # (F,) bytes, relative to the folder, sorted as texts
+    sizes: np.ndarray  # (F,) int64, bytes
+    modified: np.ndarray  # (F,) int64, ns
+
+
+class Index(NamedTuple):
+    """What F files of one kind hold."""
+
+    kind: Kind
+    names: np.ndarray  # (F,) bytes
+    sizes: np.ndarray  # (F,) int64, bytes
+    modified: np.ndarray  # (F,) int64, ns; 0 = not known for certain
+    rows: np.ndarray  # (F,) int64
+    offsets: np.ndarray  # (F,) int64
+    chunk_rows: np.ndarray  # (F,) int64
+    crc32: np.ndarray  # (F,) uint32
+    unapplied: np.ndarray  # (F,) uint8
+    labels: np.ndarray  # (N,) int64, or strings
+
+    def file_set(self, folder: str, is_sample: bool) -> FileSet:
+        """Return what ranks need to read the files."""
+        return FileSet(
+            folder=folder,
+            names=self.names,
+            sizes=self.sizes,
+            modified=self.modified,
+            starts=np.cumsum([0, *self.rows]),
+            offsets=self.offsets,
+            chunk_rows=self.chunk_rows,
+            crc32=self.crc32,
+            is_sample=is_sample,
+        )
+
+    def contents(self) -> list[Content]:
+        """Return what each file holds."""
+        firsts = np.cumsum(self.rows) - self.rows
+        columns = (firsts, self.rows, self.offsets, self.chunk_rows, self.crc32, self.unapplied)
+        numbers = np.stack(columns, axis=1).tolist()
+        return [
+            Content(
+                kind=self.kind,
+                rows=rows,
+                offset=offset,
+                chunk_rows=chunk_rows,
+                crc32=crc32,
+                unapplied=unapplied,
+                labels=self.labels[first : first + rows],
+            )
+            for first, rows, offset, chunk_rows, crc32, unapplied in numbers
+        ]
+
+
+def index_files(
+    pattern: str, key: Sequence[object], cache_dir: str, read: Callable[[str], Content]
+) -> tuple[Index, str]:
+    """Return the index of the files of an absolute `pattern`, and a note if it cannot be kept.
+
+    `read` returns what the file of this path holds, as the texts of `key` say. Raises UsageError if
+    no file matches, if one cannot be used, or if they differ.
+    """
+    listing = list_files(pattern)
+    path = None
+    kept = None
+    if cache_dir:
+        digest = hashlib.sha256(json.dumps([VERSION, pattern, *key]).encode()).hexdigest()
+        path = Path(cache_dir) / f"files-{digest[:16]}.npz"
+        kept = read_index(path)
+    if kept is not None and _is_current(kept, listing):
+        return kept, ""
+    began = time.time_ns()
+    contents = read_changed(listing, kept, read)
+    index = join_contents(listing, contents)
+    if path is None:
+        return index, ""
+    is_settled = listing.modified + SETTLED < began
+    try:
+        write_index(path, index._replace(modified=np.where(is_settled, listing.modified, 0)))
+    except OSError as error:
+        return index, (
+            f"the index of {counted(len(listing.names), 'file')} cannot be kept as {path}"
+            f" ({error.strerror}): each launch reads all files"
+        )
+    return index, ""
+
+
+def list_files(pattern: str) -> Listing:
+    """List the files of an absolute pattern, with their sizes. Raises UsageError."""
+    folder, wildcards = split_pattern(pattern)
+    doing(f"listing {folder}")
+    names = sorted(glob.glob(wildcards, root_dir=folder, recursive=True))
+    if not names:
+        why = "no file matches"
+        if not os.path.isdir(folder):
+            why = f"there is no folder {folder}"
+        raise UsageError(f"{pattern}: {why}")
+    parts = [names[at : at + FILES_AT_A_TIME] for at in range(0, len(names), FILES_AT_A_TIME)]
+    with make_pool(THREADS, "files") as threads:
+        results = threads.map(lambda part: [_status(os.path.join(folder, n)) for n in part], parts)
+        states = [state for part in results for state in part]
+    files: dict[tuple[int, int, int, int], str] = {}
+    for name, state in zip(names, states, strict=True):
+        path = os.path.join(folder, name)
+        if not stat.S_ISREG(state.st_mode):
+            what = "a folder" if stat.S_ISDIR(state.st_mode) else "no file"
+            raise UsageError(f"{pattern} matches {path}, which is {what}: let it match files alone")
+        identity = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        other = files.setdefault(identity, name)
+        if other != name and state.st_ino:
+            raise UsageError(
+                f"{pattern} matches {path}, which is the same file as {other}: leave out the link,"
+                " or its samples would be there twice"
+            )
+    return Listing(
+        folder=folder,
+        names=np.array([os.fsencode(name) for name in names]),
+        sizes=np.array([state.st_size for state in states]),
+        modified=np.array([state.st_mtime_ns for state in states]),
+    )
+
+
+def _status(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
+
+
+def _is_current(index: Index, listing: Listing) -> bool:
+    """Whether all files are those of the index, and no others."""
+    return all(
+        np.array_equal(getattr(index, column), getattr(listing, column))
+        for column in ("names", "sizes", "modified")
+    )
+
+
+def read_changed(
+    listing: Listing, kept: Index | None, read: Callable[[str], Content]
+) -> list[Content]:
+    """Return what each file holds: of those that are not changed, what was `kept`.
+
+    Raises UsageError for the first file that cannot be used, with the number of such files.
+    """
+    contents_of: dict[tuple[bytes, int, int], Content] = {}
+    if kept is not None:
+        keys = zip(kept.names.tolist(), kept.sizes.tolist(), kept.modified.tolist(), strict=True)
+        contents_of = dict(zip(keys, kept.contents(), strict=True))
+    contents: list[Content] = []
+    problems: list[str] = []
+    total = len(listing.names)
+    keys = zip(
+        listing.names.tolist(),
+        listing.sizes.tolist(),
+        listing.modified.tolist(),
+        strict=True,
+    )
+    for number, key in enumerate(keys):
+        content = contents_of.get(key)
+        if content is None:
+            doing(f"reading file {number + 1:,} of {total:,}")
+            try:
+                content = read(os.path.join(listing.folder, os.fsdecode(key[0])))
+            except UsageError as error:
+                problems.append(str(error))
+                if number == 0:  # likely a wrong dataset: all others would be read in vain
+                    break
+                continue
+        contents.append(content)
+    if problems:
+        more = ""
+        if len(problems) > 1:
+            more = f" ({len(problems):,} of {total:,} files cannot be used)"
+        raise UsageError(f"{problems[0]}{more}")
+    return contents
+
+
+def join_contents(listing: Listing, contents: Sequence[Content]) -> Index:
+    """Return the index of files with these contents. Raises UsageError if they differ."""
+    first = contents[0].kind
+    unlike = [number for number, content in enumerate(contents) if content.kind != first]
+    if unlike:
+        paths = [
+            os.path.join(listing.folder, os.fsdecode(listing.names[number]))
+            for number in (unlike[0], 0)
+        ]
+        raise UsageError(
+            f"{paths[0]} holds {contents[unlike[0]].kind}, but {paths[1]} {first}:"
+            f" {len(unlike):,} of {len(contents):,} files differ from the first"
+        )
+    return Index(
+        kind=first,
+        names=listing.names,
+        sizes=listing.sizes,
+        modified=listing.modified,
+        rows=np.array([content.rows for content in contents]),
+        offsets=np.array([content.offset for content in contents]),
+        chunk_rows=np.array([content.chunk_rows for content in contents]),
+        crc32=np.array([content.crc32 for content in contents], np.uint32),
+        unapplied=np.array([content.unapplied for content in contents], np.uint8),
+        labels=np.concatenate([content.labels for content in contents]),
+    )
+
+
+def read_index(path: Path) -> Index | None:
+    """Read an index; None if there is none, or if it is damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            columns = {name: arrays[name] for name in Index._fields}  # compares their CRC-32
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+    dataset, dtype, layout, shape, labels = json.loads(str(columns.pop("kind")))
+    if columns["labels"].dtype.kind != "U":
+        columns["labels"] = columns["labels"].astype(np.int64)
+    return Index(kind=Kind(dataset, dtype, layout, tuple(shape), labels), **columns)
+
+
+def write_index(path: Path, index: Index) -> None:
+    """Write an index atomically. Raises OSError."""
+    labels = index.labels
+    if labels.dtype.kind != "U":
+        ends = (labels.min(), labels.max())
+        labels = labels.astype(np.result_type(*map(np.min_scalar_type, ends)))
+    columns = index._replace(labels=labels)._asdict() | {"kind": np.array(json.dumps(index.kind))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_left_behind(path)
+    with whole_file(path, point="index") as file:
+        np.savez(file, **columns)
