@@ -48,7 +48,6 @@ from hpctrain.data.formats import (
     load_whole,
     open_image,
     raw_mode,
-    states_white,
     tiff_tags,
 )
 from hpctrain.errors import first_line
@@ -257,31 +256,6 @@ def decode_opened(image: ImageFile, data: bytes, fit: Fit, changes: Changes) -> 
     """Decode likewise the image that `open_image` has opened in `data`."""
     loaded, box = load_opened(image, data, changes, _reach(fit))
     return _fit_bytes(loaded, box, fit, changes)
-
-
-@bad_images()
-def decode_values(
-    data: bytes | Image.Image, fit: Fit, is_full: bool = True
-) -> tuple[np.ndarray, Changes]:
-    """Decode likewise to (H, W, C) uint8, or of a gray image of 16 bits, uint16: all its values.
-
-    Unless `is_full`, they are stored values, and a file that says itself what is white is refused.
-    Raises BadImage.
-    """
-    changes = Changes()
-    image, box = _load(data, changes, _reach(fit))
-    if not is_full and isinstance(data, bytes) and states_white(image, data):
-        raise BadImage("it says itself which value is white: give an array of its values")
-    shape = fit.height, fit.width, fit.channels
-    if not image.mode.startswith("I"):
-        pixels = _fit_bytes(image, box, fit, changes)
-        return np.frombuffer(pixels, np.uint8).reshape(shape), changes
-    gray = _gray_values(image, fit.background, changes) * (65535 / (2 ** gray_bits(image) - 1))
-    values = _resize(
-        Image.fromarray(gray.astype(np.float32)), box, fit, orientation_of(image, changes)
-    )
-    rounded = np.asarray(values).round().astype(np.uint16)
-    return np.broadcast_to(rounded[..., None], shape), changes
 
 
 @bad_images()

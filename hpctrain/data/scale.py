@@ -103,6 +103,17 @@ class Scale(NamedTuple):
         return is_divided(self.dtype, self.divisor)
 
     @property
+    def file_type(self) -> np.dtype:
+        """The type in which values of files of any type are held, in units of the stored ones."""
+        if self.is_full and not self.is_bytes:
+            return np.result_type(self.dtype, np.float32)
+        return np.dtype(self.dtype)
+
+    def array_type(self, dtype: np.dtype) -> np.dtype:
+        """The type in which arrays of a type are held: that of the training, for stored values."""
+        return dtype if self.is_full else np.dtype(self.dtype)
+
+    @property
     def is_full(self) -> bool:
         """Whether 1.0 stands for the largest value of the type; of floats, all are in [0, 1]."""
         if self.dtype in FULL:
@@ -149,29 +160,37 @@ class Scale(NamedTuple):
             text += f", without nodata ({self.nodata:g})"
         return text
 
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        """Return images of any type as the training had its own; bytes as such if `is_bytes`.
+    def as_stored(self, values: np.ndarray) -> np.ndarray:
+        """Return images of any type as values in units of those that were stored for the training.
 
         Floats may hold NaN or infinity. Raises UsageError if their scale is another, or cannot be
         known.
         """
-        dtype = values.dtype.name
-        if self.is_bytes and dtype == "uint8":
-            return values
         divisor = self.divisor_of([values])
-        if divisor == 1 and dtype in FLOATS:
+        if divisor == self.divisor:
             return values
-        return divide(values, divisor)
+        return divide(values, divisor / self.divisor)
 
     def divisor_of(self, arrays: Sequence[np.ndarray]) -> float:
         """Return what arrays of one type are divided by, by the range of all their values.
 
-        Raises UsageError as `apply` does.
+        Raises UsageError as `as_stored` does.
         """
         lows, highs, are_whole = zip(*map(value_range, arrays), strict=True)
-        return self.divisor_for(arrays[0].dtype.name, min(lows), max(highs), all(are_whole))
+        return self.divisor_for(
+            dtype=arrays[0].dtype.name,
+            low=min(lows),
+            high=max(highs),
+            is_whole=all(are_whole),
+        )
 
-    def divisor_for(self, dtype: str, low: float, high: float, is_whole: bool = False) -> float:
+    def divisor_for(
+        self,
+        dtype: str,
+        low: float,
+        high: float,
+        is_whole: bool = False,
+    ) -> float:
         """Return what images of `dtype` with values from `low` to `high` are divided by.
 
         `is_whole`: whether floats are known to be whole numbers. Raises UsageError if the divisor
@@ -186,7 +205,7 @@ class Scale(NamedTuple):
             if not is_unit(low, high):
                 self._refuse(f"values from {low:g} to {high:g}")
             return 1.0
-        if not self._has_range(dtype, low, high):
+        if not self._has_range(dtype, low, high) or not self._has_room(low, high):
             self._refuse(f"values from {low:g} to {high:g}, and the training was on {self}")
         if self.is_integer and dtype in FLOATS and not is_whole:
             self._refuse(f"{dtype} values that are not whole, and the training was on {self}")
@@ -195,7 +214,7 @@ class Scale(NamedTuple):
     def _takes(self, dtype: str) -> bool:
         """Whether images of a type that is not the stored one have a meaning."""
         if self.is_full:
-            return dtype in ("uint8", *FLOATS) and self._is_bright
+            return dtype in ("uint8", *FLOATS) and self.is_bright
         if dtype in FLOATS:
             return True
         # Integers are stored values if no smaller type has room for those of the training: in
@@ -205,7 +224,7 @@ class Scale(NamedTuple):
         return limits.min <= self.low and smaller < self.extreme <= limits.max
 
     @property
-    def _is_bright(self) -> bool:
+    def is_bright(self) -> bool:
         """Whether values of the training reach into the upper half of their range."""
         return self.high > self.divisor / 2
 
@@ -222,6 +241,13 @@ class Scale(NamedTuple):
             return False  # divided by something else before
         return scale.reach <= FAR * max(1.0, self.reach)
 
+    def _has_room(self, low: float, high: float) -> bool:
+        """Whether the type of the training can hold such values."""
+        if not self.is_integer:
+            return True
+        limits = np.iinfo(self.dtype)
+        return limits.min <= low <= high <= limits.max
+
     def _refuse(self, text: str) -> NoReturn:
         """Raise UsageError with what can be given to this network."""
         if not self.is_full:
@@ -230,7 +256,7 @@ class Scale(NamedTuple):
             usable = "floats in [0, 1]"
         else:
             usable = self.dtype
-            if self._is_bright:
+            if self.is_bright:
                 usable += ", or floats in [0, 1]"
         raise UsageError(f"{text}: give {usable}")
 

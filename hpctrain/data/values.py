@@ -69,6 +69,7 @@ MOST_CHANNELS = 64  # of an array whose first axis is the shortest: else it look
 NPY_START = b"\x93NUMPY"
 ALPHA = 2  # ExtraSamples: colours are not multiplied by alpha
 UPPER_BYTES = re.compile(";16([BLN])$")  # raw modes of which Pillow keeps the upper byte
+PALETTES = ("P", "PA")
 OPPOSITE = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}
 
 
@@ -229,7 +230,10 @@ def make_header(
 def picture_contents(image: Any, data: bytes) -> Contents:
     """Return what an opened image of Pillow holds. Raises BadImage."""
     dtype = stored_type(image, data)
-    channels = 3 if has_colour(image) else 1
+    colours = image
+    if data and image.mode in PALETTES:  # decoded to see its colours, then to be read
+        colours = open_image(data)
+    channels = 3 if has_colour(colours) else 1
     contents = Contents(
         dtype=dtype,
         channels=channels,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -17,21 +18,22 @@ from torch import Tensor, nn
 
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, require_trust
+from hpctrain.data.formats import open_image, states_white
 from hpctrain.data.images import (
     LOSSES,
     BadImage,
     Change,
     Changes,
     Fit,
-    decode,
+    bad_images,
     decode_threads,
-    decode_values,
     few_gray_levels,
 )
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.scale import FLOATS, FULL, Scale, unit_values
+from hpctrain.data.scale import FULL, Scale, unit_values
 from hpctrain.data.split import Bad
+from hpctrain.data.values import NPY_START, decode_reduced, decode_stored
 from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import build, input_like, load_weights, read_model
@@ -46,7 +48,6 @@ from hpctrain.text import MOST_NAMED, brief, counted, listed, printable, say
 from hpctrain.torch_errors import explain_errors
 
 PICTURE_CHANNELS = (1, 3)  # gray, RGB
-PICTURES = (Path, Image.Image)
 
 
 def load(
@@ -252,7 +253,11 @@ class Predictions(dict[str, np.ndarray]):
 
 
 class Images:
-    """Images in the size of a network, read by row as the samples of a `Split`."""
+    """Images in the size of a network, read by row as the samples of a `Split`.
+
+    Their values are stored values, which the pipeline divides by `divisor`: those of the training,
+    those of arrays of another type, or those of files of any type in units of the training's.
+    """
 
     name = "images"
 
@@ -261,44 +266,33 @@ class Images:
         network: TrainedNetwork,
         images: Sequence[Path | Image.Image | np.ndarray],
         threads: int | None = None,
-        divisor: float = 1.0,
     ) -> None:
         """Take paths, or arrays of `as_array` and images of Pillow. Raises UsageError.
 
-        Files are decoded by `threads` threads, by default as those of a `Split`. Arrays of another
-        type than uint8 are stored values, which the pipeline divides by `divisor`.
+        Files are decoded by `threads` threads, by default as those of a `Split`.
         """
         self._threads = threads
         self.image_shape = network.image_shape
-        height, width, channels = self.image_shape
-        provenance = network.metadata["provenance"]
         self._images = images
         self._scale = network.scale
-        self._fit = Fit(
-            width=width,
-            height=height,
-            channels=channels,
-            crop=provenance.get("fit") == "crop",
-            background=provenance.get("background", "white"),
-        )
-        if channels not in PICTURE_CHANNELS and any(isinstance(x, PICTURES) for x in images):
-            raise UsageError(
-                f"the network takes images of {channels} channels, and pictures have 1 or 3: give"
-                " arrays to hp.load"
-            )
-        self.dtype: np.dtype = getattr(next(iter(images), None), "dtype", np.dtype(np.uint8))
-        self.divisor = divisor  # 1 also for images that are divided when they are read
-        if self.dtype == np.uint8:
-            if network.scale.is_bytes:
-                self.divisor = network.scale.divisor
-            else:
-                self.dtype = np.dtype(np.float32)
+        self._fit = fit_of(network)
+        arrays = [
+            image
+            for image in images
+            if isinstance(image, np.ndarray) and image.shape == self.image_shape
+        ]
+        self._are_stored = len(arrays) == len(images) > 0  # as arrays of one type
+        self.dtype = self._scale.file_type
+        self.divisor = self._scale.divisor
+        if self._are_stored:
+            self.dtype = self._scale.array_type(arrays[0].dtype)
+            self.divisor = self._scale.divisor_of(arrays)
         self.are_files = any(isinstance(image, Path) for image in images)
         self._kinds = np.zeros(len(images), np.uint32)  # bits of Change, once images are read
         self._lows = np.zeros(len(images), np.float32)  # smallest values, in the network's scale
         self._highs = np.zeros(len(images), np.float32)
         self._had_16_bits = (  # in `pack`, which has compared their values
-            Change.SIXTEEN_BITS.name.lower() in provenance.get("changed", {})
+            Change.SIXTEEN_BITS.name.lower() in network.metadata["provenance"].get("changed", {})
         )
         self.names = [f"image {number}" for number in range(len(images))]
         if self.are_files:
@@ -339,10 +333,11 @@ class Images:
             except UsageError as error:
                 bad[row] = f"{self.names[row]}: {error}"
             else:
-                image[:] = values
+                with np.errstate(over="ignore", invalid="ignore"):
+                    image[:] = values
                 self._kinds[row] = changes.kinds
-                unit = unit_values(values, self.divisor)
-                if unit.dtype.kind == "f" and not np.isfinite(unit).all():
+                unit = unit_values(image, self.divisor)
+                if not (is_finite(values) and is_finite(unit)):
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
                 elif not self._scale.is_bytes:
                     self._lows[row] = unit.min()
@@ -352,37 +347,95 @@ class Images:
             list(threads.map(read, out, indices.tolist()))
 
     def _read(self, image: Path | Image.Image | np.ndarray) -> tuple[np.ndarray, Changes]:
-        """Return an image (H, W, C) and what was changed in it: an array of stored values as it is,
-        bytes for a network of bytes, and others in the network's scale.
+        """Return the stored values (H, W, C) of an image, and what was changed in it.
 
         Raises BadImage, OSError, and UsageError if its scale cannot be known.
         """
+        if self._are_stored and isinstance(image, np.ndarray):
+            return image, Changes()
+        values, changes = self._decode(image)
+        if not self._scale.is_bytes:
+            return self._scale.as_stored(values), changes
+        if values.dtype != np.uint8:
+            raise UsageError(f"{values.dtype} values in a file: give uint8, or arrays to hp.load")
+        return values, changes
+
+    def _decode(self, image: Path | Image.Image | np.ndarray) -> tuple[np.ndarray, Changes]:
+        """Return the values (H, W, C) of an image in the size of the network, of its own type.
+
+        Those of more than 8 bits are reduced for a network of bytes. Raises what `_read` raises.
+        """
+        if isinstance(image, np.ndarray) and image.shape == self.image_shape:
+            return image, Changes()
+        source: bytes | Image.Image
         if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8:
-                return image, Changes()
-            if image.shape == self.image_shape:
-                return self._scale.apply(image), Changes()
-            image = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
-        source = read_file(os.fspath(image)) if isinstance(image, Path) else image
-        if self._scale.is_bytes:
-            pixels, changes = decode(source, self._fit)
-            values = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
+            source = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
+        elif isinstance(image, Path):
+            source = read_file(os.fspath(image))
         else:
-            values, changes = decode_values(source, self._fit, self._scale.is_full)
-        if changes.kinds & Change.SIXTEEN_BITS:
+            source = image
+        if isinstance(source, bytes) and source.startswith(NPY_START):
+            return self._decode_array(source)
+        if self._scale.is_bytes:
+            values, changes = decode_reduced(source, self._fit)
             self._check_16_bits(changes)
-        return self._scale.apply(values), changes
+        else:
+            values, changes = decode_stored(source, self._fit)
+            self._check_white(source, values)
+        return values, changes
+
+    def _decode_array(self, data: bytes) -> tuple[np.ndarray, Changes]:
+        """Return the values of a .npy file, of any type if they have the size of the network."""
+        with bad_images():
+            values = np.load(io.BytesIO(data), allow_pickle=False)
+        if values.ndim == 2:
+            values = values[..., None]
+        if values.shape != self.image_shape or not is_number(values.dtype):
+            return decode_stored(data, self._fit)
+        return values.astype(values.dtype.newbyteorder("="), copy=False), Changes()
 
     def _check_16_bits(self, changes: Changes) -> None:
         """Raise UsageError for an image that was reduced to 8 bits if too little of it is left."""
-        if not self._scale.is_bytes:
-            raise UsageError(
-                "its channels have 16 bits, and Pillow reads the upper 8 of several channels: give"
-                " an array"
-            )
+        if not changes.kinds & Change.SIXTEEN_BITS or self._had_16_bits:
+            return
         loss = few_gray_levels(changes.largest)
-        if loss and changes.largest > 0 and not self._had_16_bits:
+        if loss and changes.largest > 0:
             raise UsageError(f"its largest value is {loss}: give images of 8 bits")
+
+    def _check_white(self, source: bytes | Image.Image, values: np.ndarray) -> None:
+        """Raise UsageError for a file of fewer than 16 bits in whose scale the training was not."""
+        scale = self._scale
+        if (
+            values.dtype == np.uint16
+            and values.max() < FULL["uint16"] / 2
+            and scale.is_full
+            and scale.is_bright
+            and isinstance(source, bytes)
+            and states_white(open_image(source), source)
+        ):
+            raise UsageError("it says itself which value is white: give an array of its values")
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether there is neither NaN nor infinity."""
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
+
+
+def is_number(dtype: np.dtype) -> bool:
+    """Whether values are integers or floats of at most 64 bits."""
+    return dtype.kind in "iuf" and dtype.itemsize <= 8
+
+
+def fit_of(network: TrainedNetwork) -> Fit:
+    """Return how files are decoded for a network: as `pack` did it for the training.
+
+    If that was on arrays with other channels than pictures have, pages of a TIFF are channels, too.
+    """
+    provenance = network.metadata["provenance"]
+    fit = Fit.of_pack(network.image_shape, provenance)
+    if "fit" not in provenance and fit.channels not in PICTURE_CHANNELS:
+        return fit._replace(pages=True)
+    return fit
 
 
 def open_images(network: TrainedNetwork, images: Any) -> Images:
@@ -405,10 +458,7 @@ def open_images(network: TrainedNetwork, images: Any) -> Images:
     types = {getattr(array, "dtype", np.dtype(np.uint8)) for array in arrays}
     if len(types) > 1:
         raise UsageError(f"images of several types: {listed(sorted(map(str, types)))}")
-    if not types or np.dtype(np.uint8) in types:
-        return Images(network, arrays)
-    stored = [array for array in arrays if isinstance(array, np.ndarray)]  # there is no picture
-    return Images(network, stored, divisor=network.scale.divisor_of(stored))
+    return Images(network, arrays)
 
 
 def is_batch(array: np.ndarray, image_shape: tuple[int, int, int]) -> bool:
@@ -448,21 +498,18 @@ def as_array(network: TrainedNetwork, image: Any) -> np.ndarray:
     if array.ndim == 2:
         array = array[..., None]
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    kind = array.dtype.name
+    name = array.dtype.name
     is_picture = array.ndim == 3 and array.shape[2] in PICTURE_CHANNELS and array.size
-    if kind == "uint8" and (array.shape == shape or (is_picture and shape[2] in PICTURE_CHANNELS)):
+    is_resized = name == "uint8" and is_picture and shape[2] in PICTURE_CHANNELS
+    if is_resized or (array.shape == shape and is_number(array.dtype)):
         return array
-    types = (*FULL, *FLOATS)
-    values = f"floats or {scale.dtype} values"
-    if scale.is_bytes:
-        types = FLOATS
-        values = "floats"
-    if kind in types and array.shape == shape:
-        return array
+    if array.shape == shape and name == "bool" and not scale.is_full:
+        return array.astype(np.uint8)
+    values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
     usable = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
     if shape[2] not in PICTURE_CHANNELS:
         usable = f"uint8, {values} of the network's size"
-    raise UsageError(f"an image of {kind} {array.shape}: give {usable}, {shape}")
+    raise UsageError(f"an image of {name} {array.shape}: give {usable}, {shape}")
 
 
 def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
