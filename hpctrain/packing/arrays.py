@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import h5py
 import numpy as np
 
+from hpctrain.data.external import CONVENTIONS
 from hpctrain.data.hdf5 import Unusable, locate_dataset
 from hpctrain.data.pack import (
     LAYOUTS,
@@ -33,7 +34,7 @@ from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
 from hpctrain.packing.write import PackWriter, writing_pack
-from hpctrain.text import brief, counted, say
+from hpctrain.text import brief, counted, listed, say
 
 SLAB_BYTES = 8 << 20  # of images that are written at a time
 WIDER = {"bool": "uint8", "int8": "int16", "float16": "float32"}  # types with all values of another
@@ -281,10 +282,14 @@ def _check_name(split: str) -> None:
         raise UsageError(f"a split cannot have the name {split!r}")
 
 
+def _refuse_masked(what: str, values: Any) -> None:
+    if isinstance(values, np.ma.MaskedArray):
+        raise UsageError(f"{what} are a masked array: fill it, as in .filled(0)")
+
+
 def _check_labels(split: str, images: Any, labels: Any, classes: int) -> np.ndarray:
     """Return the labels (N,) int32 of a split. Raises UsageError unless they fit to its images."""
-    if isinstance(labels, np.ma.MaskedArray):
-        raise UsageError(f"labels of {split} are a masked array: fill it, as in .filled(0)")
+    _refuse_masked(f"labels of {split}", labels)
     try:
         values = np.asarray(labels)
     except ValueError as error:  # of lists of different lengths
@@ -318,8 +323,7 @@ def _check_labels(split: str, images: Any, labels: Any, classes: int) -> np.ndar
 def _open_images(split: str, images: Any, labels: Any, layout: str | None) -> SplitImages:
     """Return the images of a split. Raises UsageError if they cannot be packed."""
     name = f"images of {split}"
-    if isinstance(images, np.ma.MaskedArray):
-        raise UsageError(f"{name} are a masked array: fill it, as in .filled(0)")
+    _refuse_masked(name, images)
     if hasattr(images, "shape"):
         return _open_array(name, images, layout)
     if not isinstance(images, Iterable) or isinstance(images, str | bytes | Mapping):
@@ -338,6 +342,9 @@ def _open_array(name: str, images: Any, layout: str | None) -> SplitImages:
             locate_dataset(images, {})  # HDF5 reads what was never written as zeros
         except Unusable as error:
             raise UsageError(f"{name}: {error}") from None
+        unused = [attribute for attribute in CONVENTIONS if attribute in images.attrs]
+        if unused:
+            _note(f"{name}: {listed(unused)} of {images.name} are not applied")
     step = max(1, SLAB_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
 
     def slabs() -> Iterator[np.ndarray]:
@@ -368,8 +375,9 @@ def _open_iterable(name: str, images: Iterable[Any], layout: str | None) -> Spli
         waiting: list[np.ndarray] = []
         number = 0
         for item in chain([first], items):
+            _refuse_masked(f"{name}[{number}]", item)
             slab = _as_slab(item, dims)
-            if slab.dtype != dtype or slab.shape[1:] != shape[1:]:
+            if slab.dtype.name != dtype.name or slab.shape[1:] != shape[1:]:
                 raise UsageError(
                     f"{name}[{number}] is {slab.dtype} of shape {slab.shape[1:]}, and the first is"
                     f" {dtype} of shape {shape[1:]}"
@@ -411,7 +419,10 @@ def _check_type(what: str, dtype: Any) -> np.dtype:
     kept = f"expected {', '.join((*TYPES, *WIDER))}"
     if str(dtype).startswith("torch."):
         raise UsageError(f"{what}: {kept}; of a tensor, images.numpy()")
-    dtype = np.dtype(dtype)
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:  # of another library
+        raise UsageError(f"{what}: {kept}; give arrays, as numpy.asarray makes them") from None
     if dtype.name in (*TYPES, *WIDER):
         return dtype
     advice = NARROWER.get(dtype.name.rstrip("0123456789"), "")

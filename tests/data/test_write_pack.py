@@ -90,6 +90,10 @@ WRONG = {  # splits, and what is named
     "more images": ({"train": ([*IMAGES, IMAGES[0]], LABELS)}, "more than its 7 labels"),
     "an odd one": ({"train": ([*IMAGES[:3], IMAGES[3, :4]], LABELS)}, "[3] is uint8 of shape (4,"),
     "an odd type": ({"train": ([*IMAGES[:3], IMAGES[3] / 2], LABELS)}, "[3] is float64"),
+    "a masked one": (
+        {"train": ([*IMAGES[:2], np.ma.masked_less(IMAGES[2], 9)], LABELS)},
+        "[2] are",
+    ),
     "rows of lists": ({"train": ([[1, 2], [3, 4]], LABELS)}, "numpy.asarray"),
     "masked images": ({"train": (np.ma.masked_less(IMAGES, 9), LABELS)}, "images of train"),
     "masked labels": ({"train": (IMAGES, np.ma.masked_equal(LABELS, 0))}, "labels of train"),
@@ -126,12 +130,18 @@ def test_arrays_that_lie_otherwise_in_memory_give_the_same_pack(tmp_path):
     assert written == [written[0]] * len(forms)
 
 
-def test_what_hdf5_would_read_as_zeros_is_refused(tmp_path):
+def test_what_hdf5_would_read_as_zeros_is_refused_and_what_is_not_applied_is_said(tmp_path, capsys):
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file["x"] = IMAGES
+        file["x"].attrs.update(scale_factor=0.5, _FillValue=0)
+        write(tmp_path / "a.h5", file["x"])
+    said = "images of train: scale_factor, _FillValue of /x are not applied"
+    assert said in capsys.readouterr().err
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         images = file.create_dataset("x", (7, 5, 4), "u1", chunks=(2, 5, 4))
         images[:4] = 1
         with pytest.raises(hp.UsageError, match="images of train: /x is incomplete: 2 of 4 chunks"):
-            hp.write_pack(tmp_path / "a.h5", {"train": (images, LABELS)}, "abc")
+            write(tmp_path / "b.h5", images)
 
 
 @pytest.mark.parametrize("classes", [[], [0, 1, 2], ["a", "", "c"], "aba"])

@@ -81,11 +81,13 @@ def test_a_run_that_is_interrupted_resumes_to_the_same_bits_on_other_ranks(tmp_p
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings", ["float32"], indirect=True)
 def test_every_order_reads_the_values_that_were_written(comm, settings):
-    """Whether all are kept, or read one by one and in windows."""
+    """Whether all are kept, or read one by one and in windows, or from a copy."""
     found = set()
     for shuffle in ("partition", "global", "blocks"):
         how = settings | {"shuffle": shuffle, "run": shuffle}
         kept = digest(comm, how)
         assert digest(comm, how | {"read_buffer": "100K", "run": f"read {shuffle}"}) == kept
         found.add(kept)
+    copied = settings | {"stage": f"{settings['runs_dir']}/disk", "run": "copied"}
+    assert digest(comm, copied) in found
     assert len(found) == 3
