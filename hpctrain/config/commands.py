@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
 from hpctrain.config.train import CACHE_DIR, OnRanks, Precision, Runs
 from hpctrain.config.values import Fold, Shares, Size
+
+
+def check_nodata(value: float) -> None:
+    """Raise ValueError for infinity, which no value of an image may be."""
+    if math.isinf(value):
+        raise ValueError("give a number, or nan")
 
 
 class SavedConfig(Runs):
@@ -74,7 +81,24 @@ class PackConfig(Settings):
     )
     size: Size | None = option("resize to WIDTHxHEIGHT pixels; default: must agree", group="Images")
     crop: bool = option("crop the centre instead of stretching", False)
-    channels: Literal[1, 3] | None = option("1 = gray, 3 = colour; default: 3 if any has colour")
+    tiles: Size | None = option("cut images into tiles of WIDTHxHEIGHT pixels, without resizing")
+    overlap: int = option("pixels that neighbouring tiles share", 0, "[0, inf)", needs="--tiles")
+    channels: Literal[1, 3] | None = option(
+        "1 = gray, 3 = colour; default: 3 if any has colour, or as many as all files have"
+    )
+    pages: Literal["channels"] | None = option(
+        "make the pages of a TIFF channels of one image; default: refuse several pages"
+    )
+    dtype: Literal["auto", "uint8"] = option(
+        "type of values: auto = that of the files, uint8 = reduce 16 bits to 8", "auto"
+    )
+    max_value: float | None = option(
+        "stored value that becomes 1.0; default: 255, of 16-bit files 65535", check="(0, inf)"
+    )
+    nodata: float | None = option(
+        "stored value that stands for none, or nan; left out of mean and deviation",
+        check=check_nodata,
+    )
     background: Literal["white", "black"] = option("ground behind transparent pixels", "white")
     encoding: Literal["raw", "jpeg"] = option("pixels or JPEG files, decoded when read", "raw")
     split: Shares = option(

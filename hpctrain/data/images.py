@@ -299,22 +299,6 @@ def as_jpeg(data: bytes, background: Background = "white") -> tuple[bytes, Chang
     return file.getvalue(), changes
 
 
-@bad_images()
-def probe(data: bytes) -> tuple[int, int, bool]:
-    """Return width, height (when upright) and whether there is colour. Raises BadImage.
-
-    No more than a palette is decoded.
-    """
-    image = open_image(data)
-    is_colour = has_colour(image)
-    if image.format == "TIFF":
-        image.load()  # Pillow applies a TIFF's orientation when it loads the image
-    width, height = image.size
-    if orientation_of(image, Changes()) in SIDEWAYS:
-        return height, width, is_colour
-    return width, height, is_colour
-
-
 def few_gray_levels(largest: int) -> str:
     """Return what 8 bits would keep of images whose largest value, of 65,535, is this.
 

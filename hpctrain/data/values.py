@@ -69,7 +69,6 @@ MOST_CHANNELS = 64  # of an array whose first axis is the shortest: else it look
 NPY_START = b"\x93NUMPY"
 ALPHA = 2  # ExtraSamples: colours are not multiplied by alpha
 UPPER_BYTES = re.compile(";16([BLN])$")  # raw modes of which Pillow keeps the upper byte
-PALETTES = ("P", "PA")
 OPPOSITE = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}
 
 
@@ -89,7 +88,6 @@ class Contents(NamedTuple):
     """
 
     dtype: str  # as in the header
-    channels: int
     header: Callable[[], Header]
     read: Callable[[Changes], Samples] | None
     image: Any = None  # of Pillow
@@ -131,19 +129,20 @@ def decode_contents(
     changes = Changes()
     if contents.read is not None:
         return fit_samples(contents.read(changes), fit, changes), changes
-    if not fit.channels:
-        fit = fit._replace(channels=contents.channels)
-    if fit.channels not in (1, 3):
-        raise OtherKind(f"{contents.channels} channels, not {fit.channels:,}")
-    if fit.exact or not fit.width:
-        width, height, *_ = contents.header()
-        fit = fit.of_size(width, height)
+    image = contents.image
+    if fit.exact or not fit.width or fit.channels not in (1, 3):
+        width, height, channels, _ = contents.header()
+        fit = fit.of_size(width, height)._replace(channels=fit.channels or channels)
+        if fit.channels not in (1, 3):
+            raise OtherKind(f"{channels} channels, not {fit.channels:,}")
         if fit.exact and (width, height) != (fit.width, fit.height):
             raise BadImage(other_size(width, height, fit))
+        if not isinstance(data, Image.Image):
+            image = open_image(data)  # reading the header may have decoded it
     if isinstance(data, Image.Image):
         pixels, changes = decode(data, fit)
     else:
-        pixels = decode_opened(contents.image, data, fit, changes)
+        pixels = decode_opened(image, data, fit, changes)
     values = np.frombuffer(pixels, np.uint8)
     return values.reshape(fit.height, fit.width, fit.channels), changes
 
@@ -195,7 +194,7 @@ def tiff_contents(data: bytes, pages: bool = False, reason: str = "") -> Content
     tiff = open_tiff(data, pages, reason)
     channels = channel_count(tiff.channels, tiff.alpha, tiff.dtype)
     header = make_header(tiff.width, tiff.height, channels, tiff.dtype, tiff.orientation)
-    return Contents(header.dtype, channels, lambda: header, lambda changes: tiff.read())
+    return Contents(header.dtype, lambda: header, lambda changes: tiff.read())
 
 
 def array_contents(data: bytes) -> Contents:
@@ -214,7 +213,7 @@ def array_contents(data: bytes) -> Contents:
     height, width, channels = values.shape
     samples = Samples(values, colours=3 if channels == 3 else 1)
     header = make_header(width, height, channels, values.dtype)
-    return Contents(header.dtype, channels, lambda: header, lambda changes: samples)
+    return Contents(header.dtype, lambda: header, lambda changes: samples)
 
 
 def make_header(
@@ -230,14 +229,9 @@ def make_header(
 def picture_contents(image: Any, data: bytes) -> Contents:
     """Return what an opened image of Pillow holds. Raises BadImage."""
     dtype = stored_type(image, data)
-    colours = image
-    if data and image.mode in PALETTES:  # decoded to see its colours, then to be read
-        colours = open_image(data)
-    channels = 3 if has_colour(colours) else 1
     contents = Contents(
         dtype=dtype,
-        channels=channels,
-        header=lambda: picture_header(image, channels, dtype),
+        header=lambda: picture_header(image, dtype),
         read=None,
         image=image,
     )
@@ -253,8 +247,9 @@ def picture_contents(image: Any, data: bytes) -> Contents:
     return contents._replace(read=partial(read, image, data))
 
 
-def picture_header(image: Any, channels: int, dtype: str) -> Header:
-    """Return the header of an image of Pillow. A PNG with metadata is decoded for it."""
+def picture_header(image: Any, dtype: str) -> Header:
+    """Return the header of an image of Pillow. This may decode a palette, or PNG with metadata."""
+    channels = 3 if has_colour(image) else 1
     tags = tiff_tags(image)
     width, height = image.size
     if tags:  # Pillow turns a TIFF when it opens or loads it

@@ -7,12 +7,14 @@
    classes, so counts are only as exact as the groups allow. Splits given by the source are kept;
    copies in an earlier split (train before validation before test) are left out, so that no test
    image is trained on.
-3. Decode every image in worker processes on one node (``workers.py``), and write it at its place in
-   a new file with a temporary name. JPEG files, whose places depend on their sizes, are decoded
-   first; then they are read again and written.
+3. Choose size, channels and type (``kinds.py``). Decode every image in worker processes on one node
+   (``workers.py``, ``decoding.py``), and write it at its place in a new file with a temporary name.
+   JPEG files, whose places depend on their sizes, are decoded first; then they are read again and
+   written. Files that are cut into tiles (``tiles.py``) are decoded once for all their tiles.
 4. Add checksums and attributes, and rename the file (``write.py``).
 
-If images turn out to be unreadable and may be left out, steps 2 and 3 begin again without them.
+If images turn out to be unreadable and may be left out, or of another type than the first ones,
+steps 2 and 3 begin again.
 The table of the pack is printed on standard output, everything else on standard error.
 """
 
@@ -25,8 +27,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -37,21 +38,33 @@ import PIL
 from rich.table import Column, Table
 
 import hpctrain
-from hpctrain.config import PackConfig, Size
+from hpctrain.config import PackConfig
+from hpctrain.config.option import flag_of
 from hpctrain.cores import core_count
-from hpctrain.data.images import CHANGES, BadImage, Change, Fit, few_gray_levels, probe
+from hpctrain.data.images import CHANGES, BadImage, Change, Fit, OtherKind, few_gray_levels
 from hpctrain.data.orders import assign, assign_groups, check_splits, shuffled
-from hpctrain.data.pack import SPLITS, Pack, is_pack, read_pack
+from hpctrain.data.pack import SPLITS, Pack, is_pack, range_note, read_pack, scale_of
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.split import Bad, Split, pieces
 from hpctrain.data.statistics import ChannelStatistics
+from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
 from hpctrain.packing.arrays import write_pack
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
+from hpctrain.packing.decoding import (
+    Decoded,
+    EmptyImage,
+    Kind,
+    decode_images,
+    decode_tiles,
+    write_files,
+)
 from hpctrain.packing.digits import generate
+from hpctrain.packing.kinds import choose_kind, read_source, requested_size
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
+from hpctrain.packing.tiles import cut_source
 from hpctrain.packing.workers import RunTasks
 from hpctrain.packing.write import PackWriter, writing_pack
 from hpctrain.report.console import make_console
@@ -60,9 +73,7 @@ from hpctrain.watchdog import doing
 
 TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
 SUFFIX = r"(?i)(\.tar)?\.(gz|bz2|xz)$|\.(tgz|tbz2|txz|tar|zip|csv|tsv|txt)$"  # of a source
-FLOWERS_SIZE = Size("100x100")
 MIN_IMAGES_PER_JOB = 16
-IMAGES_PER_TASK = 64  # of a task that reads; one that decodes has fewer
 TASKS_PER_WORKER = 32  # least tasks that decode
 TASK_BYTES = 4 << 20  # most bytes of pixels of a task that decodes
 CLASSES_SHOWN = 40
@@ -70,8 +81,18 @@ NEARLY_BLACK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 
 
+NOT_OF_DIGITS = (
+    *("size", "crop", "tiles", "channels", "pages", "dtype", "max_value", "nodata"),
+    *("background", "encoding", "manifest", "fold"),
+)
+
+
 class BadFiles(Exception):
     """Some images cannot be read: the reasons by row. The unfinished pack is discarded."""
+
+
+class OtherKinds(BadFiles):
+    """Likewise, because their type or number of channels is not the one of the first images."""
 
 
 def main(config: PackConfig) -> int:
@@ -150,9 +171,9 @@ def output_path(config: PackConfig, source: str) -> Path:
 
 def pack_digits(config: PackConfig, output: Path) -> None:
     """Make a pack of the generated digits; --split divides those of train and test again."""
-    for name in ("size", "channels", "crop", "background", "encoding", "manifest", "fold"):
+    for name in NOT_OF_DIGITS:
         if getattr(config, name) != getattr(PackConfig, name):
-            raise UsageError(f"--{name} does not apply to digits: they are made as they are")
+            raise UsageError(f"{flag_of(name)} does not apply to digits: they are made as they are")
     note(f"drawing the digits for {output} ...")
     splits, classes, provenance = generate(config.seed)
     if config.split != PackConfig.split:
@@ -176,29 +197,60 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
         jobs = config.jobs or core_count()
         jobs = max(1, min(jobs, total // MIN_IMAGES_PER_JOB))
         with workers.start_workers(jobs) as run_tasks:
-            fit = choose_fit(config, source, run_tasks)
+            choice = choose_kind(config, source, run_tasks)
+            if config.tiles or not choice.kind.fit.width:
+                bad = {i: why for i, why in enumerate(choice.headers) if isinstance(why, BadImage)}
+                leave_out(config, source, bad, total)
             find_equal_files(source, run_tasks)
+            if config.tiles:
+                headers = [header for header in choice.headers if isinstance(header, Header)]
+                cut_source(source, headers, config.tiles, config.overlap)
             while True:
                 try:
                     return write_images(
                         config,
                         source=source,
-                        fit=fit,
+                        kind=choice.kind,
                         run_tasks=run_tasks,
                         jobs=jobs,
                         output=output,
                     )
+                except OtherKinds as error:
+                    if choice.is_final:
+                        leave_out(config, source, error.args[0], total)
+                    else:
+                        choice = choose_kind(config, source, run_tasks, is_final=True)
                 except BadFiles as error:
-                    files = np.bincount(source.labels)
-                    drop_unreadable(source, error.args[0])
-                if not source.names:
-                    raise no_image_error(source)
-                if not config.skip_bad:
-                    raise UsageError(
-                        f"{len(source.bad):,} of {total:,} files cannot be read: remove those"
-                        " listed above, or leave them out with --skip-bad"
-                    )
-                check_classes(source, files)
+                    leave_out(config, source, error.args[0], total)
+
+
+def leave_out(
+    config: PackConfig, source: Source, reasons: Mapping[int, BadImage], total: int
+) -> None:
+    """Drop unusable images, given by row with the reasons, and name the first of them.
+
+    Raises UsageError, unless --skip-bad allows it and every class has an image left. Tiles of
+    nothing but nodata are always left out.
+    """
+    if not reasons:
+        return
+    files = np.bincount(source.labels)
+    empty = [row for row, why in reasons.items() if isinstance(why, EmptyImage)]
+    if source.corners is not None and len(empty) == len(reasons):
+        names = listed_names(source.names[row] for row in sorted(empty))
+        source.drop(reasons, is_listed=False)
+        source.empty_tiles += len(empty)
+        note(f"{counted(len(empty), 'tile')} left out, all nodata: {names}")
+    else:
+        drop_unreadable(source, reasons)
+        if source.names and not config.skip_bad:
+            raise UsageError(
+                f"{len(source.bad):,} of {total:,} files cannot be read: remove those listed above,"
+                " or leave them out with --skip-bad"
+            )
+    if not source.names:
+        raise no_image_error(source)
+    check_classes(source, files)
 
 
 def check_classes(source: Source, files: np.ndarray) -> None:
@@ -212,10 +264,11 @@ def check_classes(source: Source, files: np.ndarray) -> None:
         )
 
 
-def drop_unreadable(source: Source, reasons: Mapping[int, str]) -> None:
+def drop_unreadable(source: Source, reasons: Mapping[int, BadImage]) -> None:
     """Drop images, given by row with the reasons, and name the first of them."""
+    before = len(source.bad)
     source.drop(reasons)
-    dropped = source.bad[-len(reasons) :]
+    dropped = source.bad[before:]
     for name, why in dropped[:MOST_NAMED]:
         note(f"unreadable: {brief(name)}: {brief(why)}")
     if len(dropped) > MOST_NAMED:
@@ -230,57 +283,6 @@ def no_image_error(source: Source) -> UsageError:
     return UsageError(f"{text} is an image")
 
 
-def choose_fit(config: PackConfig, source: Source, run_tasks: RunTasks) -> Fit:
-    """Return the size and channels of the pack, reading as few headers as necessary.
-
-    Without --size, all images must have the size of the first readable one; without --channels,
-    there are 3 if any image has colour. Raises UsageError.
-    """
-    size: tuple[int, int] | None = config.size
-    if not size and config.source == "flowers":
-        size = FLOWERS_SIZE
-    channels = config.channels
-    first = ""  # name of the image that gives the size
-    has_colour = False
-    bad: dict[int, str] = {}
-    if config.crop and not size:
-        raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
-    exact = not size
-    if exact or not channels:
-        rows = np.arange(len(source.names))
-        reading = _read_files(source, rows, run_tasks, workers.apply_to_files, probe)
-        with closing(reading) as headers:
-            for row, (name, header) in enumerate(zip(source.names, headers, strict=True)):
-                if isinstance(header, BadImage):  # found again when it is decoded
-                    bad[row] = str(header)
-                    continue
-                width, height, is_colour = header
-                if not size:
-                    size = width, height
-                    first = name
-                if exact and (width, height) != size:
-                    raise UsageError(
-                        f"source {source.name}: images differ in size, {first} has {size[0]}x"
-                        f"{size[1]} pixels, {name} {width}x{height}: give one by --size"
-                    )
-                has_colour = has_colour or is_colour
-                if has_colour and not exact:
-                    break
-    if not size:
-        drop_unreadable(source, bad)
-        raise no_image_error(source)
-    if not channels:
-        channels = 3 if has_colour else 1
-    width, height = size
-    return Fit(
-        width=width,
-        height=height,
-        channels=channels,
-        crop=config.crop,
-        background=config.background,
-    )
-
-
 def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
     """Give equal files equal numbers in `source.duplicate_of`.
 
@@ -289,7 +291,7 @@ def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
     source.duplicate_of = np.arange(len(source.names))
     rows = source.duplicate_of
     if source.kind == "folder":
-        sizes = _read_files(source, rows, run_tasks, workers.read_sizes)
+        sizes = read_source(source, rows, run_tasks, workers.read_sizes)
         keys = np.fromiter(sizes, np.int64, len(rows))
     elif source.kind == "zip":
         keys = source.places[:, 3]  # CRC-32
@@ -297,27 +299,13 @@ def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
         keys = source.places[:, 2]  # size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
-    results = _read_files(source, rows, run_tasks, workers.apply_to_files, workers.sha256)
+    results = read_source(source, rows, run_tasks, workers.apply_to_files, workers.sha256)
     texts = (b"" if isinstance(result, BadImage) else result for result in results)
     digests = np.fromiter(texts, "S32", len(rows))
     is_read = digests != b""
     rows = rows[is_read]
     _, first, numbers = np.unique(digests[is_read], return_index=True, return_inverse=True)
     source.duplicate_of[rows] = rows[first][numbers]
-
-
-def _read_files(
-    source: Source,
-    rows: np.ndarray,
-    run_tasks: RunTasks,
-    function: Callable[..., list[Any]],
-    *options: Any,
-) -> Generator[Any]:
-    """Yield the results of a function of slices for these images."""
-    starts = range(0, len(rows), IMAGES_PER_TASK)
-    tasks = ((source.slices(rows[at : at + IMAGES_PER_TASK]), *options) for at in starts)
-    for results in run_tasks("reading", function, tasks, len(rows)):
-        yield from results
 
 
 def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
@@ -402,7 +390,7 @@ def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def write_images(
     config: PackConfig,
     source: Source,
-    fit: Fit,
+    kind: Kind,
     run_tasks: RunTasks,
     jobs: int,
     output: Path,
@@ -416,63 +404,64 @@ def write_images(
     counts = {name: len(rows) for name, rows in rows_of.items()}
     count = len(order)
     labels = source.labels[order]
-    is_jpeg = config.encoding == "jpeg"
     names = None
     if config.names:
         names = [source.names[row] for row in order]
-    shape = fit.height, fit.width, fit.channels
-    step = max(1, min(TASK_BYTES // math.prod(shape), count // (TASKS_PER_WORKER * jobs)))
-    parts = [
-        slice(start, min(start + step, end))
-        for first, end in pairwise(accumulate(counts.values(), initial=0))
-        for start in range(first, end, step)
-    ]
+    parts = [*divide(source, order, counts, kind, jobs)]
     crc32 = np.zeros(count, np.uint32)
     sizes = np.zeros(count, np.int64)
-    statistics = ChannelStatistics(fit.channels)  # of train
-    bad: dict[int, str] = {}
-    writer: PackWriter | None = None
-    changed = PackChanges(np.zeros(count, np.uint32))
+    statistics = ChannelStatistics(kind.fit.channels, kind.nodata)  # of train
+    bad: dict[int, BadImage] = {}
+    changed = PackChanges(count)
 
-    def tasks(*how: Any) -> Iterator[tuple[Any, ...]]:
+    def make_writer(sizes: np.ndarray | None) -> PackWriter:
+        return PackWriter(
+            file,
+            counts=counts,
+            labels=labels,
+            image_shape=kind.shape,
+            dtype=kind.dtype,
+            sizes=sizes,
+            names=names,
+        )
+
+    def tasks(writer: PackWriter | None) -> Iterator[tuple[Any, ...]]:
         """Yield the arguments of the task of each part."""
         for part in parts:
-            task = (source.slices(order[part]), labels[part].tolist(), *how)
+            task: tuple[Any, ...] = (source.slices(order[part]), labels[part].tolist(), kind)
             if writer:
-                task = (*task, file.name, int(writer.places[part.start]))
+                task = (*task, file.name, int(writer.places[part[0]]))
             yield task
 
     with whole_file(output, point="pack") as file:
-        if not is_jpeg:
-            writer = PackWriter(
-                file,
-                counts=counts,
-                labels=labels,
-                image_shape=shape,
-                names=names,
+        writer = None
+        if config.encoding != "jpeg":
+            writer = make_writer(None)
+        if writer and kind.is_tiled:
+            cutting = (
+                tile_task(source, order, part, kind, writer.places, file.name) for part in parts
             )
-        decoded = run_tasks("decoding", workers.decode_images, tasks(fit), count)
+            decoded = run_tasks("cutting", decode_tiles, cutting, source.count_files())
+        else:
+            decoded = run_tasks("decoding", decode_images, tasks(writer), count)
         for part, done in zip(parts, decoded, strict=True):
             crc32[part] = done.crc32
             sizes[part] = done.sizes
             changed.add(part, done)
-            if part.start < counts["train"]:  # which comes first
+            if part[0] < counts["train"]:  # which comes first
                 statistics.merge(done.statistics)
-            bad |= {int(order[part.start + row]): why for row, why in done.bad}
+            bad |= bad_rows(source, order[part], done)
+        if any(isinstance(why, OtherKind) for why in bad.values()):
+            raise OtherKinds(bad)
         if bad:
             raise BadFiles(bad)
         changed.refuse_few_gray_levels(source)
-        facts = provenance(source, config, fit, counts) | {"changed": changed.counts()}
+        facts = provenance(source, config, kind.fit, counts) | {"changed": changed.counts()}
+        fit_of_files = ""
         if not writer:
-            writer = PackWriter(
-                file,
-                counts=counts,
-                labels=labels,
-                image_shape=shape,
-                sizes=sizes,
-                names=names,
-            )
-            written = run_tasks("writing", workers.write_files, tasks(fit), count)
+            fit_of_files = "crop" if kind.fit.crop else "stretch"
+            writer = make_writer(sizes)
+            written = run_tasks("writing", write_files, tasks(writer), count)
             differs = order[np.concatenate([*written]) != crc32]
             if len(differs):
                 name = source.names[differs[0]]
@@ -483,36 +472,101 @@ def write_images(
                 "kept": count - anew,
                 "encoded_anew": anew,
             }
-        fit_of_files = ""
-        if is_jpeg:
-            fit_of_files = "crop" if fit.crop else "stretch"
         writer.finish(
             crc32=crc32,
             statistics=statistics,
             classes=source.classes,
             provenance=facts,
             fit=fit_of_files,
+            max_value=kind.max_value,
         )
     say_notes(source, config, facts)
-    changed.say(source, order, fit)
+    changed.say(source, order, kind.fit)
+    changed.say_values(kind, statistics)
+
+
+def divide(
+    source: Source, order: np.ndarray, counts: Mapping[str, int], kind: Kind, jobs: int
+) -> Iterator[np.ndarray]:
+    """Yield the samples of each task that decodes, (n,) places in the pack.
+
+    They are of one split, consecutive, or if they are tiles, all those of some files.
+    """
+    sample_bytes = math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
+    step = max(1, min(TASK_BYTES // sample_bytes, len(order) // (TASKS_PER_WORKER * jobs)))
+    for first, end in pairwise(accumulate(counts.values(), initial=0)):
+        places = np.arange(first, end)
+        if source.files is None:
+            stops = [*range(step, len(places), step), len(places)]
+        else:
+            files = source.files[order[first:end]]
+            places = places[np.argsort(files, kind="stable")]
+            stops = (np.flatnonzero(np.diff(np.sort(files), append=-1)) + 1).tolist()
+        start = 0
+        for stop in stops:
+            if stop - start >= step or stop == len(places):
+                yield places[start:stop]
+                start = stop
+
+
+def tile_task(
+    source: Source,
+    order: np.ndarray,
+    part: np.ndarray,
+    kind: Kind,
+    places: np.ndarray,
+    path: str,
+) -> tuple[Any, ...]:
+    """Return the arguments of `decode_tiles` for all tiles of some files.
+
+    part: (n,) places of the tiles in the pack, by file; places: (N,) offsets in its file.
+    """
+    assert source.files is not None and source.corners is not None
+    rows = order[part]
+    cuts = np.flatnonzero(np.diff(source.files[rows])) + 1
+    first = rows[[0, *cuts.tolist()]]
+    return (
+        source.slices(first),
+        source.labels[first].tolist(),
+        np.split(source.corners[rows], cuts),
+        np.split(places[part], cuts),
+        kind,
+        path,
+    )
+
+
+def bad_rows(source: Source, rows: np.ndarray, done: Decoded) -> dict[int, BadImage]:
+    """Return why images cannot be packed, by row: all tiles of a file that cannot be read."""
+    bad = {}
+    for place, why in done.bad:
+        row = int(rows[place])
+        bad[row] = why
+        if source.files is not None and not isinstance(why, EmptyImage):
+            of_file = np.flatnonzero(source.files == source.files[row])
+            bad |= dict.fromkeys(of_file.tolist(), why)
+    return bad
 
 
 class PackChanges:
     """What was changed in the images of a pack, in the order of the pack."""
 
-    def __init__(self, kinds: np.ndarray) -> None:
-        """Take the zeros (N,) uint32 to which the kinds of `Change` are added."""
-        self.kinds = kinds
+    def __init__(self, count: int) -> None:
+        """Begin with `count` images of which nothing is known."""
+        self.kinds = np.zeros(count, np.uint32)  # bits of Change
         self.deepest = 0  # largest value of more than 8 bits, in [0, 65535]
-        self.brightest = 0  # largest value of the decoded pixels
+        self.brightest = -math.inf  # largest value as it is packed
         self.frames = 0  # of the files that hold several
+        self.beyond = 0  # values beyond --max-value
+        self.images_beyond = 0
 
-    def add(self, part: slice, done: workers.Decoded) -> None:
-        """Add what was changed in a part of the images."""
+    def add(self, part: np.ndarray, done: Decoded) -> None:
+        """Add what was changed in the images of these places (n,)."""
         self.kinds[part] = done.changes
         self.deepest = max(self.deepest, done.deepest)
-        self.brightest = max(self.brightest, done.brightest)
+        self.brightest = max(self.brightest, float(done.statistics.high.max()))
         self.frames += done.frames
+        self.beyond += done.beyond
+        self.images_beyond += done.images_beyond
 
     def count(self, change: Change) -> int:
         """Return the number of images that were changed in this way."""
@@ -529,8 +583,8 @@ class PackChanges:
         if few and self.count(Change.SIXTEEN_BITS):
             most = 2 ** self.deepest.bit_length() - 1
             raise UsageError(
-                f"source {source.name}: the largest value of its 16-bit images is {few}: train on"
-                f" an HDF5 file of them with --max-value {most}, see docs/data.md"
+                f"source {source.name}: the largest value of its 16-bit images is {few}: keep 16"
+                f" bits, without --dtype uint8 and with --max-value {most}"
             )
 
     def say(self, source: Source, order: np.ndarray, fit: Fit) -> None:
@@ -549,8 +603,36 @@ class PackChanges:
                 if len(rows) < total:
                     text += f": {names}"
                 note(text)
-        if self.brightest <= NEARLY_BLACK:
-            note(f"the largest value of all images is {self.brightest} of 255: they look black")
+
+    def say_values(self, kind: Kind, statistics: ChannelStatistics) -> None:
+        """Print notes on the range of the values, and on what becomes 1.0."""
+        most = kind.max_value
+        if most is not None:
+            if self.beyond:
+                note(
+                    f"{counted(self.beyond, 'value')} of {counted(self.images_beyond, 'image')}"
+                    f" are beyond --max-value {most:,g}: they become larger than 1"
+                )
+            return
+        scale = scale_of(kind.dtype, None, statistics)
+        if kind.dtype == "uint8":
+            if self.brightest <= NEARLY_BLACK:
+                largest = int(self.brightest)
+                note(
+                    f"the largest value of all images is {largest} of 255: they look black;"
+                    f" --max-value {max(1, largest)} would make it 1.0"
+                )
+        elif kind.dtype == "uint16":
+            text = range_note(statistics, scale, "--max-value ")
+            if text:
+                note(text)
+        else:
+            low = statistics.low.min()
+            high = statistics.high.max()
+            note(
+                f"{kind.dtype} values from {low:,g} to {high:,g} are kept as they are: train with"
+                " --normalize pack, or pack with --max-value, the value that becomes 1.0"
+            )
 
 
 def provenance(
@@ -568,9 +650,11 @@ def provenance(
     way = "as is"
     if fit.crop:
         way = "crop"
-    elif config.size or config.source == "flowers":
+    elif config.tiles:
+        way = "tiles"
+    elif requested_size(config):
         way = "stretch"
-    return {
+    facts: dict[str, Any] = {
         "source": source.name,
         "kind": source.kind,
         "size": f"{fit.width}x{fit.height}",
@@ -595,6 +679,15 @@ def provenance(
             "left_out": len(source.names) - sum(counts.values()),
         },
     }
+    if config.pages:
+        facts["pages"] = config.pages
+    if config.tiles:
+        facts["tiles"] = {
+            "overlap": config.overlap,
+            "files": source.count_files(),
+            "empty": source.empty_tiles,
+        }
+    return facts
 
 
 def say_notes(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> None:
@@ -608,7 +701,8 @@ def say_notes(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> N
         )
     bad = len(source.bad)
     if bad:
-        note(f"{bad:,} of {bad + len(source.names):,} files left out, they cannot be read")
+        files = bad + source.count_files()
+        note(f"{bad:,} of {files:,} files left out, they cannot be read")
     if facts["duplicates"]["groups"]:
         say_equal_files(source, facts["duplicates"])
 
@@ -625,8 +719,9 @@ def say_equal_files(source: Source, equal: Mapping[str, int]) -> None:
             f"contradictory labels: {counted(len(several), 'group')} of equal files in several"
             f" classes: {name_groups(source, several)}"
         )
+    noun = "files" if source.files is None else "tiles"
     note(
-        f"{equal['images']:,} files in {counted(equal['groups'], 'group')} are equal; left out of"
+        f"{equal['images']:,} {noun} in {counted(equal['groups'], 'group')} are equal; left out of"
         f" earlier splits: {equal['left_out']:,}: {name_groups(source, [*groups.values()])}"
     )
 

@@ -72,7 +72,10 @@ Folders = dict[str, "Folders"]  # by name, the folders in each folder
 
 @dataclass
 class Source:
-    """A source whose images are listed but not decoded yet: N of them, in order of their names."""
+    """A source whose images are listed but not decoded yet: N of them, in order of their names.
+
+    Images are files, or tiles of files (``tiles.py``).
+    """
 
     names: list[str]
     classes: tuple[str, ...]
@@ -87,18 +90,33 @@ class Source:
     bad: list[tuple[str, str]] = field(default_factory=list)  # names and reasons of dropped files
     places: np.ndarray = field(init=False)  # of an archive, (N, 4) int64: Slice from `kind` on
     duplicate_of: np.ndarray = field(init=False)  # (N,) int64: equal files have equal numbers
+    paths: list[str] | None = None  # of tiles, the N files that hold them
+    files: np.ndarray | None = None  # of tiles, (N,) int32: equal numbers within a file
+    corners: np.ndarray | None = None  # of tiles, (N, 2) int32: top and left
+    empty_tiles: int = 0  # left out, since all their values are nodata
+
+    def path_of(self, row: int) -> str:
+        """Return the name of the file of an image."""
+        return (self.paths or self.names)[row]
+
+    def count_files(self) -> int:
+        """Return the number of files that hold the images."""
+        return len({*(self.paths or self.names)})
 
     def slices(self, rows: np.ndarray) -> list[Slice]:
-        """Return where the bytes of these images are."""
+        """Return where the bytes of the files of these images are."""
         if self.kind == "folder":
-            return [Slice(os.path.join(self.root, self.names[row])) for row in rows.tolist()]
+            return [Slice(os.path.join(self.root, self.path_of(row))) for row in rows.tolist()]
         return [Slice(self.root, *place) for place in self.places[rows].tolist()]
 
-    def drop(self, reasons: Mapping[int, str]) -> None:
-        """Remove unusable images, given by row with a reason, and list them as bad."""
-        self.bad += sorted((self.names[row], why) for row, why in reasons.items())
+    def drop(self, reasons: Mapping[int, object], is_listed: bool = True) -> None:
+        """Remove unusable images, given by row with a reason. Their files are listed as bad."""
+        if is_listed:
+            self.bad += sorted({(self.path_of(row), str(why)) for row, why in reasons.items()})
         self.names = [name for row, name in enumerate(self.names) if row not in reasons]
-        for column in ("labels", "splits", "groups", "places", "duplicate_of"):
+        if self.paths is not None:
+            self.paths = [path for row, path in enumerate(self.paths) if row not in reasons]
+        for column in ("labels", "splits", "groups", "places", "duplicate_of", "files", "corners"):
             values = getattr(self, column, None)
             if values is not None:
                 setattr(self, column, np.delete(values, [*reasons], axis=0))
@@ -168,7 +186,7 @@ def read_class_folders(listing: Listing, where: str) -> Source:
             f"{where} holds archives ({listed_names(files, 3)}) and no images: unpack them, and"
             " give the folder"
         )
-    if files and all(name.endswith(".npy") for name in files):
+    if files and all(re.fullmatch(r"[^/]*\.npy", name) for name in files):
         raise UsageError(f"{where} holds arrays: hpctrain.write_pack makes a pack of them")
     if "[Content_Types].xml" in files:
         raise UsageError(f"{where} is a workbook or another document: save a table as CSV in UTF-8")

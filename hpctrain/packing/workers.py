@@ -1,4 +1,4 @@
-"""The worker processes of ``pack``: they read, measure, decode and write images.
+"""The worker processes of ``pack``: they read, measure, decode and write images (``decoding.py``).
 
 An image that crashes a decoder ends only a worker, which is reported. Workers are spawned, not
 forked, and the kernel ends them when their parent dies.
@@ -18,17 +18,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from hpctrain.cluster import end_with_parent
-from hpctrain.data.images import BadImage, Changes, Fit, as_jpeg, decode
 from hpctrain.data.listing import Slice, read_files
-from hpctrain.data.pack import checksum
-from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.errors import RunError
-from hpctrain.files import write_at
 from hpctrain.watchdog import doing
 
 ENDS = {signal.SIGINT, signal.SIGTERM}  # signals that end pack
@@ -53,19 +47,6 @@ class RunTasks(Protocol):
         """
 
 
-class Decoded(NamedTuple):
-    """Properties of n decoded images."""
-
-    crc32: np.ndarray  # (n,) uint32
-    sizes: np.ndarray  # (n,) int64, bytes
-    statistics: ChannelStatistics
-    bad: list[tuple[int, str]]  # unreadable ones, with the reason
-    changes: np.ndarray  # (n,) uint32, of Change
-    deepest: int  # largest value of more than 8 bits
-    brightest: int  # largest value of the decoded pixels
-    frames: int  # of files with several
-
-
 def apply_to_files(slices: list[Slice], use: Callable[[bytes], Any]) -> list[Any]:
     """Return for each file (n,) what `use` makes of its bytes, or a BadImage."""
     return [*read_files(slices, use)]
@@ -83,82 +64,6 @@ def read_sizes(slices: list[Slice]) -> list[int]:
         with suppress(OSError, ValueError):
             sizes[row] = os.stat(part.path).st_size
     return sizes
-
-
-def decode_images(
-    slices: list[Slice],
-    labels: list[int],
-    fit: Fit,
-    path: str = "",
-    offset: int = 0,
-) -> Decoded:
-    """Decode images and write their pixels consecutively into the file `path`. Raises OSError.
-
-    Without `path`, convert them to JPEG files and decode these as training will, to check them.
-    """
-
-    def convert(data: bytes) -> tuple[bytes, bytes, Changes]:
-        if path:
-            return data, *decode(data, fit)
-        file, encoded = as_jpeg(data, fit.background)
-        image, changes = decode(file, fit)
-        changes.add(encoded)
-        return file, image, changes
-
-    size = fit.width * fit.height * fit.channels
-    bad: list[tuple[int, str]] = []
-    crc32 = np.zeros(len(slices), np.uint32)
-    sizes = np.zeros(len(slices), np.int64)
-    kinds = np.zeros(len(slices), np.uint32)
-    deepest = 0
-    frames = 0
-    pixels = memoryview(bytearray(size * len(slices)))
-    for row, converted in enumerate(read_files(slices, convert)):
-        if isinstance(converted, BadImage):
-            bad.append((row, str(converted)))
-            continue
-        file, image, changes = converted
-        pixels[row * size : (row + 1) * size] = image
-        crc32[row] = checksum(image if path else file, labels[row])
-        sizes[row] = len(file)
-        kinds[row] = changes.kinds
-        deepest = max(deepest, changes.largest)
-        frames += changes.frames
-    if path:
-        with open(path, "r+b", buffering=0) as output:
-            write_at(output.fileno(), pixels, offset)
-    statistics = ChannelStatistics(fit.channels)
-    statistics.add(np.frombuffer(pixels, np.uint8))
-    return Decoded(
-        crc32=crc32,
-        sizes=sizes,
-        statistics=statistics,
-        bad=bad,
-        changes=kinds,
-        deepest=deepest,
-        brightest=int(np.frombuffer(pixels, np.uint8).max()),
-        frames=frames,
-    )
-
-
-def write_files(
-    slices: list[Slice],
-    labels: list[int],
-    fit: Fit,
-    path: str,
-    offset: int,
-) -> list[int]:
-    """Write images as JPEG files consecutively; return their checksums (n,). Raises OSError."""
-    checksums = [0] * len(slices)
-    convert = partial(as_jpeg, background=fit.background)
-    with open(path, "r+b") as output:
-        output.seek(offset)
-        for row, converted in enumerate(read_files(slices, convert)):
-            if not isinstance(converted, BadImage):
-                file, _ = converted
-                checksums[row] = checksum(file, labels[row])
-                output.write(file)
-    return checksums
 
 
 @contextmanager

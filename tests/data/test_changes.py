@@ -69,9 +69,11 @@ CHANGED = {
     },
 }
 REFUSED = {
-    "signed 8-bit, floating-point, or larger values": {
+    "signed or floating-point values": {
         "signed.tif": (tiff(tiff_page(GRAYS.astype(np.int8))), "signed 8-bit"),
         "floats.tif": (tiff(tiff_page(GRAYS.astype(np.float32))), "floating-point"),
+    },
+    "integers of more than 16 bits, or float64": {
         "large.tif": (tiff(tiff_page(GRAYS.astype(np.uint32) * 999)), "beyond 16 bits"),
     },
     "several pages of a TIFF, or images of a PPM": {
@@ -90,7 +92,7 @@ REFUSED = {
         "page.png": (b"<!DOCTYPE html>", "HTML"),
     },
 }
-ELSEWHERE = {"very dark values"}  # of a whole pack
+ELSEWHERE = {"very dark values", "8 bits beside files of 16"}  # of a whole pack
 
 
 def write(folder, rows):
@@ -108,7 +110,15 @@ def test_every_row_of_the_table_is_said_and_counted(tmp_path, capfd):
 
     write(tmp_path / "images" / "a", {**CHANGED, **REFUSED})
     class_folders(tmp_path / "images", {"b": 12})
-    path = make_pack(tmp_path / "images", tmp_path / "a.h5", size="13x11", split="1", skip_bad=True)
+    path = make_pack(
+        tmp_path / "images",
+        tmp_path / "a.h5",
+        size="13x11",
+        channels=3,
+        dtype="uint8",
+        split="1",
+        skip_bad=True,
+    )
     lines = capfd.readouterr().err.splitlines()
     for files in CHANGED.values():
         for name, (_, text) in files.items():
@@ -150,17 +160,17 @@ def test_all_images_are_changed_in_one_line_without_names(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("bits", "option"), [(10, 1023), (12, 4095), (14, 16383)])
-def test_few_bits_in_16_bit_files_are_refused(tmp_path, refusal, bits, option):
+def test_few_bits_in_16_bit_files_are_not_reduced_to_8(tmp_path, refusal, bits, option):
     values = np.arange(2**bits, dtype=np.uint16)[:: 2 ** (bits - 8)].reshape(16, 16)
     values[0, 0] = option
     for number, pixels in enumerate((values, values.T)):
         folder = tmp_path / "images" / f"class{number}"
         folder.mkdir(parents=True)
         (folder / "x.png").write_bytes(png16(pixels, GRAY))
-    said = refusal(tmp_path / "images", tmp_path / "a.h5", split="1")
+    said = refusal(tmp_path / "images", tmp_path / "a.h5", split="1", dtype="uint8")
     assert f"{option:,} of 65,535" in said and f"--max-value {option}" in said
     (tmp_path / "images" / "class0" / "y.png").write_bytes(png16(values * 0 + 65535, GRAY))
-    make_pack(tmp_path / "images", tmp_path / "a.h5", split="1")
+    make_pack(tmp_path / "images", tmp_path / "a.h5", split="1", dtype="uint8")
 
 
 def test_few_bits_of_colour_are_refused_too(tmp_path, refusal):
@@ -169,7 +179,8 @@ def test_few_bits_of_colour_are_refused_too(tmp_path, refusal):
         folder.mkdir(parents=True)
         pixels = picture(number).astype(np.uint16) * 16
         (folder / "x.tif").write_bytes(tiff(tiff_page(pixels, 2)))
-    assert "--max-value 4095" in refusal(tmp_path / "images", tmp_path / "a.h5", split="1")
+    said = refusal(tmp_path / "images", tmp_path / "a.h5", split="1", dtype="uint8")
+    assert "--max-value 4095" in said
 
 
 def test_masks_are_packed_with_a_note(tmp_path, capfd):
@@ -178,7 +189,8 @@ def test_masks_are_packed_with_a_note(tmp_path, capfd):
         folder.mkdir(parents=True)
         (folder / "x.png").write_bytes(encode((picture(number, channels=1) > 128).astype(np.uint8)))
     path = make_pack(tmp_path / "images", tmp_path / "a.h5", split="1")
-    assert "largest value of all images is 1 of 255" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "largest value of all images is 1 of 255" in said and "--max-value 1 " in said
     assert arrays(path)[0].max() == 1
 
 
@@ -211,6 +223,7 @@ def test_files_encoded_as_jpeg_are_changed_and_counted_alike(tmp_path, capfd):
             split="1",
             encoding=encoding,
             background="black",
+            dtype="uint8",
         )
         said = capfd.readouterr().err
         assert "(3 in all)" in said and f"largest value {257 * int(GRAYS.max()):,}" in said

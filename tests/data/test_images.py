@@ -96,10 +96,10 @@ def test_cmyk_becomes_red_green_blue(packed):
         assert red > 240 and green < 15 and blue < 15
 
 
-def test_sixteen_bits_are_divided_by_257(packed):
+def test_sixteen_bits_are_divided_by_257_on_request(packed):
     values = np.array([[0, 128, 129, 257, 65535, 32896]], np.uint16)
     files = [saved(Image.fromarray(values), kind) for kind in ("PNG", "TIFF")]
-    rows = packed(files, "6x1")
+    rows = packed(files, "6x1", dtype="uint8")
     assert rows.shape == (2, 1, 6, 1)
     assert rows[..., 0].tolist() == [[[0, 0, 1, 1, 255, 128]]] * 2
 
@@ -176,7 +176,6 @@ def test_damaged_files_and_foreign_formats_are_listed(tmp_path, capfd):
     bad |= {
         "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",  # no program is started
         "bomb.png": bomb.getvalue(),
-        "floats.tif": saved(Image.fromarray(gray.astype(np.float32)), "TIFF"),
         "beyond.tif": saved(Image.fromarray(gray.astype(np.int32) * 999), "TIFF"),
         "empty": b"",
         "text": b"not an image",

@@ -34,6 +34,13 @@ def encode(pixels: np.ndarray, kind: str = "PNG", **options) -> bytes:
     return file.getvalue()
 
 
+def write_npy(values: np.ndarray) -> bytes:
+    """The bytes of a file of NumPy."""
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
 def class_folders(root: Path, counts: dict[str, int], suffix: str = ".png", **shape) -> Path:
     """A folder per class with so many pictures each, all different."""
     number = 0

@@ -180,6 +180,7 @@ def open_image(path):
 def test_files_have_one_answer(photos, tmp_path, capfd, channels, crop, background):
     """Equal pixels in the pack and in `hp.load`; equal answers of all four; equal refusals."""
     words = ["--size", f"{SIDE}x{SIDE}", "--channels", channels, "--split", "1", *crop]
+    words += ["--dtype", "uint8"]
     pack = tmp_path / "odd.h5"
     given = ["pack", photos, *words, "--skip-bad", "--jobs", 1, "--output", pack]
     assert command_line([*map(str, given)]) == 0

@@ -1,0 +1,237 @@
+"""Decode the images of a pack in worker processes, check their values, and write them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.data.images import (
+    BadImage,
+    Change,
+    Changes,
+    Fit,
+    OtherKind,
+    as_jpeg,
+    decode,
+)
+from hpctrain.data.listing import Slice, read_files
+from hpctrain.data.pack import checksum
+from hpctrain.data.scale import is_nodata
+from hpctrain.data.statistics import ChannelStatistics
+from hpctrain.data.values import decode_reduced, decode_stored
+from hpctrain.files import write_at
+from hpctrain.text import counted
+
+BYTES_TO_16_BITS = 257  # 255 becomes 65,535
+
+
+class Kind(NamedTuple):
+    """What all images of a pack have in common."""
+
+    fit: Fit  # its size is that of an image, or of a tile
+    dtype: str  # of stored values
+    is_reduced: bool = False  # values of more than 8 bits are reduced to 8
+    is_tiled: bool = False
+    nodata: float | None = None
+    max_value: float | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape (H, W, C) of a sample."""
+        return self.fit.height, self.fit.width, self.fit.channels
+
+    @property
+    def of_file(self) -> Fit:
+        """How files are decoded: in their own size if they are cut into tiles."""
+        if self.is_tiled:
+            return self.fit._replace(width=0, height=0, exact=False)
+        return self.fit
+
+
+class EmptyImage(BadImage):
+    """An image, or a tile, whose values are all nodata."""
+
+
+class Decoded:
+    """Properties of n samples that were decoded."""
+
+    def __init__(self, count: int, kind: Kind) -> None:
+        self.crc32 = np.zeros(count, np.uint32)
+        self.sizes = np.zeros(count, np.int64)  # bytes
+        self.changes = np.zeros(count, np.uint32)  # of Change
+        self.statistics = ChannelStatistics(kind.fit.channels, kind.nodata)
+        self.bad: list[tuple[int, BadImage]] = []  # unreadable ones, with the reason
+        self.deepest = 0  # largest value of more than 8 bits, in [0, 65535]
+        self.frames = 0  # of files with several
+        self.beyond = 0  # values beyond the one that becomes 1.0
+        self.images_beyond = 0
+
+    def add(self, rows: slice, changes: Changes) -> None:
+        """Add what was changed in the file of these samples."""
+        self.changes[rows] = changes.kinds
+        self.deepest = max(self.deepest, changes.largest)
+        self.frames += changes.frames
+
+    def measure(self, values: np.ndarray, kind: Kind) -> None:
+        """Add the statistics of samples (n, H, W, C)."""
+        self.statistics.add(values)
+        most = kind.max_value
+        if most is None:
+            return
+        is_beyond = (values > most) | (values < -most)
+        if kind.nodata is not None:
+            is_beyond &= ~is_nodata(values, kind.nodata)
+        counts = np.count_nonzero(is_beyond, axis=(1, 2, 3))
+        self.beyond += int(counts.sum())
+        self.images_beyond += int(np.count_nonzero(counts))
+
+
+def decode_images(
+    slices: list[Slice],
+    labels: list[int],
+    kind: Kind,
+    path: str = "",
+    offset: int = 0,
+) -> Decoded:
+    """Decode images and write their values consecutively into the file `path`. Raises OSError.
+
+    Without `path`, convert them to JPEG files and decode these as training will, to check them.
+    """
+    done = Decoded(len(slices), kind)
+    convert = partial(decode_values, kind=kind) if path else partial(encode_file, kind=kind)
+    values = np.zeros((len(slices), *kind.shape), kind.dtype)
+    for row, converted in enumerate(read_files(slices, convert)):
+        if isinstance(converted, BadImage):
+            done.bad.append((row, converted))
+            continue
+        file, image, changes = converted
+        values[row] = image
+        stored = values[row].data.cast("B") if path else file
+        done.crc32[row] = checksum(stored, labels[row])
+        done.sizes[row] = len(stored)
+        done.add(slice(row, row + 1), changes)
+    if path:
+        with open(path, "r+b", buffering=0) as output:
+            write_at(output.fileno(), values.data.cast("B"), offset)
+    done.measure(values, kind)
+    return done
+
+
+def decode_tiles(
+    slices: list[Slice],
+    labels: list[int],
+    corners: list[np.ndarray],
+    places: list[np.ndarray],
+    kind: Kind,
+    path: str,
+) -> Decoded:
+    """Decode files, cut each into tiles and write these into the file `path`. Raises OSError.
+
+    corners: top and left of the tiles of each file, (n, 2); places: where to write them, (n,).
+    Reasons in `bad` are by tile: those of a file that cannot be read by its first one.
+    """
+    counts = [len(of_file) for of_file in corners]
+    done = Decoded(sum(counts), kind)
+    convert = partial(decode_values, kind=kind)
+    height, width, _ = kind.shape
+    row = 0
+    with open(path, "r+b", buffering=0) as output:
+        for file, converted in enumerate(read_files(slices, convert)):
+            if isinstance(converted, BadImage):
+                done.bad.append((row, converted))
+                row += counts[file]
+                continue
+            _, image, changes = converted
+            done.add(slice(row, row + counts[file]), changes)
+            for (top, left), place in zip(
+                corners[file].tolist(), places[file].tolist(), strict=True
+            ):
+                tile = np.ascontiguousarray(image[top : top + height, left : left + width])
+                if is_empty(tile, kind):
+                    done.bad.append((row, EmptyImage("all its values are nodata")))
+                else:
+                    stored = tile.data.cast("B")
+                    done.crc32[row] = checksum(stored, labels[file])
+                    write_at(output.fileno(), stored, place)
+                    done.measure(tile[None], kind)
+                row += 1
+    return done
+
+
+def decode_values(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
+    """Return the values (H, W, C) of an image file, of the type of the pack, and what was changed.
+
+    Raises BadImage, OtherKind for a type that the pack does not have.
+    """
+    decode_file = decode_reduced if kind.is_reduced else decode_stored
+    values, changes = decode_file(data, kind.of_file)
+    if values.dtype == np.uint8 and kind.dtype == "uint16":
+        changes.kinds |= Change.BYTES_TO_16_BITS
+        values = values.astype(np.uint16) * BYTES_TO_16_BITS
+    if values.dtype.name != kind.dtype:
+        raise OtherKind(f"{values.dtype} values, not {kind.dtype}")
+    check_finite(values, kind)
+    if not kind.is_tiled and is_empty(values, kind):
+        raise EmptyImage("all its values are nodata")
+    return b"", values, changes
+
+
+def encode_file(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
+    """Return the JPEG file of an image, the values that it is decoded to, and what was changed.
+
+    Raises BadImage, OtherKind for more than 8 bits that are not to be reduced.
+    """
+    file, encoded = as_jpeg(data, kind.fit.background)
+    if encoded.kinds & Change.SIXTEEN_BITS and not kind.is_reduced:
+        raise OtherKind("more than 8 bits")
+    pixels, changes = decode(file, kind.fit)
+    changes.add(encoded)
+    return file, np.frombuffer(pixels, np.uint8).reshape(kind.shape), changes
+
+
+def is_empty(values: np.ndarray, kind: Kind) -> bool:
+    """Whether all values are nodata."""
+    return kind.nodata is not None and bool(is_nodata(values, kind.nodata).all())
+
+
+def check_finite(values: np.ndarray, kind: Kind) -> None:
+    """Raise BadImage if there is NaN, which is not nodata, or infinity."""
+    if values.dtype.kind != "f":
+        return
+    is_bad = ~np.isfinite(values)
+    has_nan = kind.nodata is not None and np.isnan(kind.nodata)
+    if has_nan:
+        is_bad = np.isinf(values)
+    if not is_bad.any():
+        return
+    row, column, channel = np.argwhere(is_bad)[0].tolist()
+    count = int(np.count_nonzero(is_bad))
+    text = (
+        f"{counted(count, 'value')} {'is' if count == 1 else 'are'} NaN or infinite, the first in"
+        f" row {row:,}, column {column:,}, channel {channel}"
+    )
+    if np.isnan(values).any() and not has_nan:
+        text += " (--nodata nan leaves NaN out)"
+    raise BadImage(text)
+
+
+def write_files(
+    slices: list[Slice],
+    labels: list[int],
+    kind: Kind,
+    path: str,
+    offset: int,
+) -> list[int]:
+    """Write images as JPEG files consecutively; return their checksums (n,). Raises OSError."""
+    checksums = [0] * len(slices)
+    convert = partial(as_jpeg, background=kind.fit.background)
+    with open(path, "r+b") as output:
+        output.seek(offset)
+        for row, converted in enumerate(read_files(slices, convert)):
+            if not isinstance(converted, BadImage):
+                file, _ = converted
+                checksums[row] = checksum(file, labels[row])
+                output.write(file)
+    return checksums
