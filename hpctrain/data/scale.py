@@ -83,6 +83,13 @@ def is_nodata(values: np.ndarray, nodata: float) -> np.ndarray:
     return np.asarray(values == values.dtype.type(nodata))
 
 
+def present_values(values: np.ndarray, nodata: float | None) -> np.ndarray:
+    """Return stored values without those that are `nodata`, (n,); all as they are without any."""
+    if nodata is None:
+        return values
+    return np.asarray(values[~is_nodata(values, nodata)])
+
+
 class Scale(NamedTuple):
     """How the images of a training were scaled. It is saved with networks."""
 
@@ -105,13 +112,18 @@ class Scale(NamedTuple):
     @property
     def file_type(self) -> np.dtype:
         """The type in which values of files of any type are held, in units of the stored ones."""
-        if self.is_full and not self.is_bytes:
+        if self.is_converted and not self.is_bytes:
             return np.result_type(self.dtype, np.float32)
         return np.dtype(self.dtype)
 
     def array_type(self, dtype: np.dtype) -> np.dtype:
         """The type in which arrays of a type are held: that of the training, for stored values."""
-        return dtype if self.is_full else np.dtype(self.dtype)
+        return dtype if self.is_converted else np.dtype(self.dtype)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether values of another type, or in [0, 1], may stand for the stored ones."""
+        return self.is_full and self.nodata is None
 
     @property
     def is_full(self) -> bool:
@@ -176,7 +188,8 @@ class Scale(NamedTuple):
 
         Raises UsageError as `as_stored` does.
         """
-        lows, highs, are_whole = zip(*map(value_range, arrays), strict=True)
+        ranges = [value_range(present_values(values, self.nodata)) for values in arrays]
+        lows, highs, are_whole = zip(*ranges, strict=True)
         return self.divisor_for(
             dtype=arrays[0].dtype.name,
             low=min(lows),
@@ -214,7 +227,7 @@ class Scale(NamedTuple):
     def _takes(self, dtype: str) -> bool:
         """Whether images of a type that is not the stored one have a meaning."""
         if self.is_full:
-            return dtype in ("uint8", *FLOATS) and self.is_bright
+            return self.is_converted and self.is_bright and dtype in ("uint8", *FLOATS)
         if dtype in FLOATS:
             return True
         # Integers are stored values if no smaller type has room for those of the training: in
@@ -250,14 +263,17 @@ class Scale(NamedTuple):
 
     def _refuse(self, text: str) -> NoReturn:
         """Raise UsageError with what can be given to this network."""
-        if not self.is_full:
-            usable = f"{self.dtype} values as stored (from {self.low:,g} to {self.high:,g})"
-        elif self.dtype in FLOATS:
-            usable = "floats in [0, 1]"
-        else:
+        if not self.is_converted:
+            usable = f"{self.dtype} values as stored (from {self.low:,g} to {self.high:,g}"
+            if self.nodata is not None:
+                usable += f", and {self.nodata:,g} where there are no data"
+            usable += ")"
+        elif self.is_integer:
             usable = self.dtype
             if self.is_bright:
                 usable += ", or floats in [0, 1]"
+        else:
+            usable = "floats in [0, 1]"
         raise UsageError(f"{text}: give {usable}")
 
 

@@ -242,31 +242,47 @@ def read_in_scale(
 
     Raises UsageError if their scale cannot be known.
     """
+    options = None
     if external is None or is_pack(path):
         pack = read_pack(path)
     else:
         from hpctrain.data.external_files import open_external  # imports h5py
 
-        pack = open_external(path, ExternalOptions(**external), cache_dir)
-    stored = pack.scale
+        options = ExternalOptions(**external)
+        pack = open_external(path, options, cache_dir)
+    check_nodata(pack, scale)
     try:
-        divisor = scale.divisor_for(stored.dtype, stored.low, stored.high)
+        divisor = scale.divisor_for(pack.scale.dtype, *range_of(pack))
     except UsageError as error:
         raise UsageError(f"{pack.path}: {error}") from None
-    if pack.external is None:
-        if divisor != stored.divisor:
-            raise UsageError(
-                f"{pack.path} is a pack, whose bytes are divided by 255, and the training was on"
-                f" {scale}: give an HDF5 file"
-            )
-        return pack
-    divided = stored._replace(divisor=divisor)
-    if divided.is_unlike(scale):
-        say(f"{pack.path} holds {divided}; the training was on {scale}", sys.stderr)
-    if divisor == stored.divisor:
-        return pack
-    options = ExternalOptions(**pack.external)._replace(max_value=divisor)
-    return open_external(path, options, cache_dir)
+    if options is not None:
+        if divisor != pack.scale.divisor:
+            pack = open_external(path, options._replace(max_value=divisor), cache_dir)
+    elif divisor != pack.scale.divisor:
+        pack = pack.with_max_value(divisor)
+    if (options or not pack.scale.is_bytes) and pack.scale.is_unlike(scale):
+        say(f"{pack.path} holds {pack.scale}; the training was on {scale}", sys.stderr)
+    return replace(pack, scale=pack.scale._replace(nodata=scale.nodata))
+
+
+def range_of(pack: Pack) -> tuple[float, float]:
+    """Return the smallest and the largest stored value: in a pack, of all training images."""
+    statistics = pack.statistics
+    if statistics is None or not statistics.count.any():
+        return pack.scale.low, pack.scale.high
+    return float(statistics.low.min()), float(statistics.high.max())
+
+
+def check_nodata(pack: Pack, scale: Scale) -> None:
+    """Raise UsageError if another value than the network's is no data in a pack."""
+    nodata = pack.scale.nodata
+    if nodata is None:
+        return
+    if scale.nodata is None or not np.array_equal(nodata, scale.nodata, equal_nan=True):
+        raise UsageError(
+            f"{pack.path} holds {pack.scale}, and the training was on {scale}: give data with the"
+            " same nodata value"
+        )
 
 
 def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:

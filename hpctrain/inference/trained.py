@@ -31,7 +31,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.listing import is_archive, list_folder, read_file
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.scale import FULL, Scale, unit_values
+from hpctrain.data.scale import FULL, Scale, present_values, unit_values
 from hpctrain.data.split import Bad
 from hpctrain.data.values import NPY_START, decode_reduced, decode_stored
 from hpctrain.errors import RunError, UsageError, first_line, one_line
@@ -84,6 +84,12 @@ METADATA: dict[str, tuple[type | None, ...]] = {
     "evaluation_rows": (int,),
     **{name: NUMBERS if kind is float else (kind,) for name, kind in all_settings().items()},
 }
+#: Types of what stands in its ``scale``.
+SCALE: dict[str, tuple[type, ...]] = {
+    "dtype": (str,),
+    **dict.fromkeys(("divisor", "low", "high"), NUMBERS),
+    "nodata": (*NUMBERS, type(None)),
+}
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
@@ -99,6 +105,11 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
     for name, length in lengths.items():
         if metadata[name] and len(metadata[name]) != length:
             raise ValueError(f"{name} has {len(metadata[name])} values, not {length}")
+    scale = metadata["scale"]
+    for name, types in SCALE.items():
+        if type(scale[name]) not in types:
+            raise TypeError(f"{name} of its scale is {brief(scale[name], 40)}")
+    np.dtype(scale["dtype"])  # or it raises TypeError
     if bool(metadata["mean"]) != bool(metadata["std"]):
         raise ValueError("there is a mean without std, or std without mean")
 
@@ -324,6 +335,7 @@ class Images:
 
     def gather(self, indices: np.ndarray, out: np.ndarray, *, bad: Bad) -> None:
         """Read rows (n,) in several threads into `out` (n, H, W, C); describe unusable ones."""
+        nodata = self._scale.nodata
 
         def read(image: np.ndarray, row: int) -> None:
             try:
@@ -336,8 +348,10 @@ class Images:
                 with np.errstate(over="ignore", invalid="ignore"):
                     image[:] = values
                 self._kinds[row] = changes.kinds
-                unit = unit_values(image, self.divisor)
-                if not (is_finite(values) and is_finite(unit)):
+                unit = unit_values(present_values(image, nodata), self.divisor)
+                if not unit.size:
+                    bad[row] = f"{self.names[row]} holds no data, only {nodata:g}"
+                elif not (is_finite(present_values(values, nodata)) and is_finite(unit)):
                     bad[row] = f"{self.names[row]} holds NaN or infinite values"
                 elif not self._scale.is_bytes:
                     self._lows[row] = unit.min()
@@ -432,7 +446,7 @@ def fit_of(network: TrainedNetwork) -> Fit:
     If that was on arrays with other channels than pictures have, pages of a TIFF are channels, too.
     """
     provenance = network.metadata["provenance"]
-    fit = Fit.of_pack(network.image_shape, provenance)
+    fit = Fit.of_pack(network.image_shape, provenance, network.scale.nodata)
     if "fit" not in provenance and fit.channels not in PICTURE_CHANNELS:
         return fit._replace(pages=True)
     return fit

@@ -409,10 +409,10 @@ OTHERS = {  # of a network, what other files are: divided by this, or what the r
     "bytes": {"pack": 255, "bytes": 255, "floats": 1, "16 bits": "uint16", "raw floats": "255"},
     "16 bits": {"pack": 255, "bytes": 255, "16 bits": 65535, "floats": 1, "raw floats": "255"},
     "bytes/255": {"pack": 255, "floats": 1, "raw floats": "from 0 to 255", "Hounsfield": "-1000"},
-    "bytes/100": {"pack": "is a pack", "bytes": 100, "floats": "0 to 1", "16 bits": "uint16"},
+    "bytes/100": {"pack": 100, "bytes": 100, "floats": "0 to 1", "16 bits": "uint16"},
     "12 bits": {"pack": "4080", "bytes": "uint8", "12 bits": 4095, "16 bits": "from 0 to 65535"},
     "floats": {"pack": 255, "bytes": 255, "doubles as they are": 1, "16 bits": "uint16"},
-    "raw floats": {"pack": "is a pack", "bytes": 1, "floats": "from 0 to 1", "Hounsfield": "-1000"},
+    "raw floats": {"pack": 1, "bytes": 1, "floats": "from 0 to 1", "Hounsfield": "-1000"},
     "Hounsfield": {"pack": "-1000", "bytes": "uint8", "floats": "from 0 to 1", "Hounsfield": 1},
 }
 

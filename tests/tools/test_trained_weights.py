@@ -47,6 +47,7 @@ def test_a_network_that_a_file_names_is_imported_with_trust_code_only(
             assert trusted or comm.rank or "own_network:net" in capsys.readouterr().err
 
 
+SCALE = {"dtype": "uint8", "divisor": 255.0, "low": 0.0, "high": 255.0, "nodata": None}
 OTHERWISE = {
     **{key: [3, None, ["x"]] for key in ("model", "task", "precision", "pack")},
     **{key: [3, ["a:b"]] for key in ("loss", "metric")},
@@ -55,6 +56,13 @@ OTHERWISE = {
     **{key: ["x", 1] for key in ("small_stem", "channels_last")},
     "evaluation_rows": ["x", 0, -1, None, 64.0, True],
     "provenance": [3, None],
+    "scale": [
+        None,
+        {},
+        {**SCALE, "dtype": "u9"},
+        {**SCALE, "high": None},
+        {**SCALE, "nodata": "nan"},
+    ],
     "external": [3, "x"],
 }
 

@@ -16,9 +16,10 @@ import pytest
 from PIL import Image
 
 import hpctrain as hp
+from tests.support.api import command_line
 from tests.support.external import write
 from tests.support.odd_files import COLOUR, png16, saved, tiff, tiff_page
-from tests.tools.test_one_answer import SIDE, export, predict, train
+from tests.tools.test_one_answer import SIDE, export, train
 
 ROWS = 12
 LABELS = np.arange(ROWS) % 2
@@ -88,9 +89,8 @@ CASES = {
 }
 
 
-def forms(case, folder):
-    """The pictures in each form that holds all their values, by its name."""
-    stored = case.stored
+def forms(case, stored, folder):
+    """Pictures of a case in each form that holds all their values, by its name."""
     made = {"unit": (stored / case.divisor).astype("f8")}
     for name in INTEGERS + FLOATS:
         with np.errstate(all="ignore"):
@@ -137,31 +137,70 @@ def encode(name, image):
     return saved(Image.fromarray(image.squeeze()), "PNG")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name):
+def train_on(case, home, folder):
+    """A run on the images of a case, in a file or a pack."""
+    if home == "file":
+        data = write(folder / "a.h5", case.stored, LABELS)
+        return train(folder, data, max_value=case.max_value, **HOW)
+    data = write_pack(folder / "a.h5", case, max_value=case.max_value)
+    return train(folder, data, batch_size=4, lr=HOW["lr"])
+
+
+def predict_rows(run):
+    """The rows of the images of split train, and their probabilities."""
+    output = run.parent / "answers.csv"
+    words = ["predict", str(run), "--split=train", "--trust-code", "--threads=1"]
+    assert command_line([*words, f"--output={output}"]) == 0
+    names, *lines = output.read_text().splitlines()
+    column = names.split(",").index("source" if "source" in names else "row")
+    rows = [int(line.split(",")[column].strip("/x[]")) for line in lines]
+    return rows, np.array([line.split(",")[-2:] for line in lines], float)
+
+
+def write_pack(path, case, **how):
+    """A pack of the images of a case."""
+    hp.write_pack(path, {"train": (case.stored, LABELS)}, "01", layout="NHWC", **how)
+    return path
+
+
+def mean_loss(probabilities, labels):
+    """The cross-entropy of answers (n, 2)."""
+    return -np.log(probabilities[np.arange(len(labels)), labels]).mean()
+
+
+HOMES = [
+    (name, home)
+    for name, case in CASES.items()
+    for home in ("file", "pack")
+    if home == "file" or case.stored.dtype.name in ("uint8", "uint16", "int16", "float32")
+]
+
+
+@pytest.mark.parametrize(("name", "home"), HOMES)
+def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name, home):
     case = CASES[name]
-    data = write(tmp_path / "a.h5", case.stored, LABELS)
-    run = train(tmp_path, data, max_value=case.max_value, **HOW)
+    run = train_on(case, home, tmp_path)
     network = hp.load(run, trust_code=True)
-    assert network.scale.divisor == case.divisor
-    answers = predict(run, "--split", "train")[1]
-    chosen = [int(row.removeprefix("/x[").removesuffix("]")) for row in answers]
-    expected = np.stack([*answers.values()])
-    made = forms(case, tmp_path)
+    assert (network.scale.dtype, network.scale.divisor) == (case.stored.dtype, case.divisor)
+    rows, expected = predict_rows(run)
+    stored, labels = case.stored[rows], LABELS[rows]
     refused = {}
+    made = forms(case, stored, tmp_path)
     for form, images in made.items():
         try:
-            found = network.predict([images[row] for row in chosen]).probabilities
+            found = network.predict([*images]).probabilities
         except (hp.UsageError, hp.RunError) as error:
             refused[form] = str(error)
             continue
         assert np.allclose(found, expected, rtol=0, atol=1e-6), form
     assert made.keys() - refused.keys() == case.takes(made)
     assert all(re.search("give|convert|write", text) for text in refused.values())
-    images = case.stored[chosen]
-    if images.dtype.kind == "f":
-        images = images.astype("f4")
+    images = stored.astype("f4") if stored.dtype.kind == "f" else stored
     assert np.allclose(export(run)(images), expected, rtol=0, atol=1e-6)
-    loss = -np.log(expected[np.arange(len(chosen)), LABELS[chosen]]).mean()
-    evaluated = hp.evaluate(run, split="train", trust_code=True, threads=1)
-    assert evaluated.loss == pytest.approx(loss, rel=1e-5)
+    given = {"split": "train", "trust_code": True, "threads": 1}
+    assert hp.evaluate(run, **given).loss == pytest.approx(mean_loss(expected, labels), rel=1e-5)
+    if home == "file" and (name, "pack") in HOMES:
+        other = write_pack(tmp_path / "other.h5", case)
+        answers = network.predict([*case.stored]).probabilities
+        found = hp.evaluate(run, data=str(other), **given)
+        assert found.loss == pytest.approx(mean_loss(answers, LABELS), rel=1e-5)
