@@ -90,6 +90,16 @@ def present_values(values: np.ndarray, nodata: float | None) -> np.ndarray:
     return np.asarray(values[~is_nodata(values, nodata)])
 
 
+def count_beyond(images: np.ndarray, max_value: float, nodata: float | None = None) -> np.ndarray:
+    """Return the number of values of each image (n, H, W, C) that become more than 1, or less than
+    -1, but for those that are `nodata`: (n,) int64.
+    """
+    is_beyond = (images > max_value) | (images < -max_value)
+    if nodata is not None:
+        is_beyond &= ~is_nodata(images, nodata)
+    return np.count_nonzero(is_beyond, axis=(1, 2, 3))
+
+
 class Scale(NamedTuple):
     """How the images of a training were scaled. It is saved with networks."""
 

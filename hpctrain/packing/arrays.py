@@ -29,7 +29,7 @@ from hpctrain.data.pack import (
     range_note,
     scale_of,
 )
-from hpctrain.data.scale import can_hold, is_nodata
+from hpctrain.data.scale import can_hold, count_beyond, is_nodata
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
@@ -79,10 +79,7 @@ class Written:
         most = values.max_value
         if most is None:
             return
-        is_beyond = (slab > most) | (slab < -most)
-        if values.nodata is not None:
-            is_beyond &= ~is_nodata(slab, values.nodata)
-        in_image = is_beyond.sum(axis=(1, 2, 3))
+        in_image = count_beyond(slab, most, values.nodata)
         self.beyond += int(in_image.sum())
         self.images_beyond += int(np.count_nonzero(in_image))
 

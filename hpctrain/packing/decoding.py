@@ -18,7 +18,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.listing import Slice, read_files
 from hpctrain.data.pack import checksum
-from hpctrain.data.scale import is_nodata
+from hpctrain.data.scale import count_beyond, is_nodata
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.values import decode_reduced, decode_stored
 from hpctrain.files import write_at
@@ -80,10 +80,7 @@ class Decoded:
         most = kind.max_value
         if most is None:
             return
-        is_beyond = (values > most) | (values < -most)
-        if kind.nodata is not None:
-            is_beyond &= ~is_nodata(values, kind.nodata)
-        counts = np.count_nonzero(is_beyond, axis=(1, 2, 3))
+        counts = count_beyond(values, most, kind.nodata)
         self.beyond += int(counts.sum())
         self.images_beyond += int(np.count_nonzero(counts))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hpctrain as hp
+from hpctrain.data.pack import images_note
 from tests.support.pictures import arrays, facts
 
 
@@ -329,6 +330,17 @@ def test_one_line_says_what_becomes_1_where_the_data_leave_no_doubt(tmp_path, ca
     said_beyond = said(twelve, max_value=4095)
     assert "3 values in 2 images are beyond max_value=4095: they become more than 1" in said_beyond
     assert said_beyond.count("\n") == 1
+
+
+def test_a_run_says_how_a_pack_is_understood_that_does_not_hold_bytes(tmp_path):
+    images = values_of("i2") // 10
+    images[0, 0, 0] = 3276
+    said = images_note(write(tmp_path / "a.h5", images, max_value=4095, nodata=-7))
+    assert "a.h5 holds images of 5 rows x 4 columns x 3 channels: int16 values from" in said
+    assert "to 3276, divided by 4095, without nodata (-7)" in said
+    said = images_note(write(tmp_path / "a.h5", values_of("u2") % 4096))
+    assert said.endswith(": --max-value 4089 makes it 1.0")
+    assert images_note(write(tmp_path / "a.h5", IMAGES)) is None
 
 
 def test_a_pack_may_be_divided_by_another_value_with_the_bits_of_one_that_was_written_so(tmp_path):
