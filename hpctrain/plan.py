@@ -20,6 +20,8 @@ from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import FACTS
 from hpctrain.text import brief, counted, listed, min_to_max
 
+#: Mean and std by channel; () = images in [0, 1]; "image" = each channel of each image by itself.
+Scaling = tuple[tuple[float, ...], ...] | str
 #: Meaning of a plan's numbers. A default that changes raises it; a setting or field that is added
 #: does not, as it has no part in a digest at its default.
 VERSION = 3
@@ -38,7 +40,7 @@ FREE = {
 #: Settings that the plan resolves to numbers of other names.
 RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize"}
 #: Facts that a plan holds as they are.
-FROM_FACTS = ("rows", "image_shape", "pack_uuid", "class_weights", "scaling")
+FROM_FACTS = ("rows", "image_shape", "pack_uuid", "class_weights", "scaling", "split_seed")
 WARMUP_EPOCHS = 5.0  # by default if the learning rate grows with the batch
 WARMUP_FROM = 0.1  # fraction of the learning rate in the first step, if it does not
 
@@ -59,7 +61,8 @@ class Facts:
     block_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
-    scaling: tuple[tuple[float, ...], ...] = ()  # mean and std by channel; () = images in [0, 1]
+    scaling: Scaling = ()
+    split_seed: int | None = None  # of the splits of an external file; None = those of a pack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +90,10 @@ class Plan:
     precision: str
     evaluation_rows: int  # samples of a block of an evaluation
     class_weights: tuple[float, ...]  # in the loss; () = all alike
-    scaling: tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
+    scaling: Scaling
     device: str = ""  # "cpu" or "cuda" with --deterministic: bits depend on it
     threads: int = 0  # CPU threads of a rank with --deterministic: bits depend on them
+    split_seed: int | None = None  # of an external file; None also where --seed drew the splits
     version: int = VERSION
 
     @cached_property
@@ -316,7 +320,7 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[ran
     lines = {
         "task": f"{config.task}, {width}x{height}x{channels}, {facts.classes} classes",
         "model": plan.model,
-        "input": "; ".join(map(_listed, plan.scaling)) or "0 to 1",  # mean; std
+        "input": describe_scaling(plan.scaling),
         "data": f"{plan.rows:,} training images, pack {plan.pack_uuid}",
         "ranks": f"{len(shards)} on {facts.device}, {facts.threads} CPU threads each",
         "shards": f"{plan.shards}, partitions of {sizes} images",
@@ -327,11 +331,25 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[ran
         "class weights": _listed(plan.class_weights) or "none",
         "batch norm": config.batch_norm,
         "precision": f"{plan.precision}, {memory_format}",
-        "seed": config.seed,
+        "seed": describe_seeds(config.seed, plan.split_seed),
         "sums": sums,
         "plan": plan.digest(),
     }
     return [f"{name:<14} {text}" for name, text in lines.items()]
+
+
+def describe_scaling(scaling: Scaling) -> str:
+    """Return how images are normalized."""
+    if isinstance(scaling, str):
+        return f"mean and std of each {scaling} and channel"
+    return "; ".join(map(_listed, scaling)) or "0 to 1"  # mean; std
+
+
+def describe_seeds(seed: int, split_seed: int | None) -> str:
+    """Return --seed, and --split-seed where it has drawn the splits."""
+    if split_seed is None:
+        return str(seed)
+    return f"{seed}; of the splits {split_seed}"
 
 
 def describe_shares(plan: Plan, shards: Sequence[range]) -> str:

@@ -17,6 +17,7 @@ from hpctrain.config.values import (
     Every,
     Factors,
     Loads,
+    NoData,
     Patterns,
     Seconds,
     Shares,
@@ -63,7 +64,6 @@ class Config(OnRanks):
     trust_flag: ClassVar[bool] = True
     elsewhere: ClassVar[dict[str, str]] = ELSEWHERE
     exclude: ClassVar[tuple[tuple[str, str, str], ...]] = (
-        ("--normalize pack", "--images", "mean and std are a pack's; use unit or imagenet"),
         ("--batch-per-rank", "--batch-size", "give one of them"),
         ("--warmup-epochs", "--schedule one-cycle", "the schedule has a warm-up of its own"),
         ("--label-smoothing", "--loss", "smoothing is part of the cross-entropy loss"),
@@ -103,9 +103,10 @@ class Config(OnRanks):
     dry_run: bool = option("print the plan and exit", False)
     flip: bool = option("augment by random horizontal flips", False, group="Data")
     shift: int = option("augment by random shifts of up to this many pixels in x and y", 0)
-    normalize: Literal["auto", "unit", "pack", "imagenet"] = option(
-        "scale inputs to [0, 1] (unit), or by mean and std of the pack or of ImageNet; auto = as"
-        " --init or timm says (weights of other programs: imagenet), else unit",
+    normalize: Literal["auto", "unit", "pack", "image", "imagenet"] = option(
+        "scale inputs to [0, 1] (unit), or by mean and std of all training images (pack), of each"
+        " image by itself (image) or of ImageNet; auto = as --init or timm says (weights of other"
+        " programs: imagenet), else unit",
         "auto",
     )
     random_crop: float = option(
@@ -126,8 +127,11 @@ class Config(OnRanks):
         needs="--images",
     )
     max_value: float | None = option(
-        "divide --images by this; default: 255 for uint8, 65535 for uint16, else 1",
+        "divide images by this; default: that of the pack, 255 for uint8, 65535 for uint16, else 1",
         check="(0, inf)",
+    )
+    nodata: NoData | None = option(
+        "stored value of --images, or nan, that is no data: left out of statistics, 0 as input",
         needs="--images",
     )
     split: Shares | None = option(
@@ -136,6 +140,7 @@ class Config(OnRanks):
     group: Literal["file"] | None = option(
         "file: keep all images of a file in one split", needs="--images"
     )
+    split_seed: int = option("seed of the splits of --images", 0, needs="--images")
     shuffle: Literal["partition", "global", "blocks"] | None = option(
         "shuffle each shard's partition, all samples (global), or blocks of 4 MiB in a window, for"
         " slow disks; default: partition, for chunked datasets blocks"

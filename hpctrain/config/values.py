@@ -67,6 +67,29 @@ class Seconds(Value, float):
         return require(0 < seconds <= LONGEST_DURATION, seconds)
 
 
+class NoData(Value, float):
+    """A number, or "nan", as it stands for no data. NaN equals NaN."""
+
+    advice = "a number, or nan"
+
+    @staticmethod
+    def parse(text: str) -> float:
+        number = float(text)
+        is_kept = not re.fullmatch(r"[+-]?\d+", text) or int(text) == number
+        return require(is_kept and not math.isinf(number), number)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, float):
+            return False
+        return float(self) == float(other) or (math.isnan(self) and math.isnan(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # float has one of its own
+
+    def __hash__(self) -> int:
+        return hash("nan") if math.isnan(self) else hash(float(self))
+
+
 class Bytes(Value, int):
     """A size: "256M", "1.5G", "64KiB" or "4096" bytes. K, M, G and T are 2^10 to 2^40."""
 

@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.scale import FULL
+from hpctrain.data.standardize import (
+    comparable,
+    image_statistics,
+    is_nodata,
+    standardize,
+    stored_nodata,
+)
 from hpctrain.streams import copy_to_device
 
+GPU_VALUES = 1 << 24  # normalized at a time, each image by itself: 128 MiB of float64
+WIDE = {torch.int32, torch.int64, torch.float64}  # types with values that float32 rounds
 CACHED_VALUES = 1 << 17  # scaled at a time on the CPU: 512 KiB of float32 stay in a core's cache
 
 
@@ -29,18 +38,25 @@ class Augmentation(NamedTuple):
 NO_AUGMENTATION = Augmentation()
 
 
-def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
+def augment(
+    images: Tensor, augmentation: Augmentation, key: int, nodata: float | None = None
+) -> Tensor:
     """Flip and shift stored images (n, H, W, C) at random; without both, return the images.
 
     Each image is flipped left to right with probability 1/2, then shifted by -shift to +shift
-    pixels, uniform and independent in x and y.
+    pixels, uniform and independent in x and y. What a shift uncovers is `nodata`, if images can
+    hold that, else 0.
     """
+    if len(images) == 0 or not any(augmentation):
+        return images
+    border = stored_nodata(nodata, images.dtype) or 0
+    return _move(comparable(images), augmentation, key, border).view(images.dtype)
+
+
+def _move(images: Tensor, augmentation: Augmentation, key: int, border: float) -> Tensor:
+    """Implement `augment` for `comparable` images."""
     rows = len(images)
     flip, shift = augmentation
-    if rows == 0 or not (flip or shift):
-        return images
-    if images.dtype == torch.uint16:  # torch does not flip it on a CPU
-        return augment(images.view(torch.int16), augmentation, key).view(torch.uint16)
     # Always draw both, so that turning one off does not change the numbers of the other.
     generator = torch.Generator().manual_seed(key)
     flips = torch.randint(0, 2, (rows,), generator=generator)
@@ -49,20 +65,20 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
         chosen = copy_to_device(flips.nonzero().squeeze(1), images.device)  # (k,)
         images = images.index_copy(0, chosen, images.index_select(0, chosen).flip(2))
     if shift:
-        images = _shift(images, down, right, shift)
+        images = _shift(images, down, right, shift, border)
     return images
 
 
-def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
-    """Return a copy with image i shifted by down[i] and right[i], at most `shift`, over black.
+def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int, border: float) -> Tensor:
+    """Return a copy with image i shifted by down[i] and right[i], at most `shift`.
 
-    A row of a shifted image is a run of W * C bytes of the image padded with a black border, which
-    is a row of one overlapping view.
+    A row of a shifted image is a run of W * C values of the image padded with a `border`, which is
+    a row of one overlapping view.
     """
     n, height, width, channels = images.shape
     tall = height + 2 * shift
     wide = width + 2 * shift
-    bordered = images.new_zeros((n, tall, wide, channels))
+    bordered = images.new_full((n, tall, wide, channels), border)
     bordered[:, shift : shift + height, shift : shift + width] = images
     run = width * channels
     runs = bordered.as_strided((n * tall * wide - width + 1, run), (channels, 1))
@@ -78,39 +94,103 @@ def to_input(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     divisor: float | None = None,
+    nodata: float | None = None,
 ) -> Tensor:
     """Scale stored values (n, H, W, C) to the network's input, (n, C, H, W) of `dtype`.
 
     They are divided by `divisor`; None = the largest value of an integer type, and 1 for floats.
     With `mean` and `std`, (C,) each and on the device of the images, (x - mean) / std is computed
     per channel. The result is a copy, in memory as NHWC (`channels_last`) or NCHW, computed in
-    float32 (float64 for that `dtype`).
+    float32 (float64 for that `dtype`, and where values of `WIDE` types are normalized). Values that
+    are `nodata` become 0.
     """
-    n, height, width, channels = images.shape
-    memory = torch.channels_last if channels_last else torch.contiguous_format
-    # An empty tensor with the desired strides: .contiguous() would not set them for one channel.
-    values = torch.empty(
-        (n, channels, height, width),
-        dtype=_type_of_arithmetic(dtype),
-        device=images.device,
-        memory_format=memory,
-    )
-    if divisor is None:
-        divisor = FULL.get(str(images.dtype).removeprefix("torch."), 1.0)
+    values = _new_input(images, dtype, channels_last)
+    divisor = divisor_of(images, divisor)
     scale = None
     offset = None
     if mean is not None and std is not None:
-        scale, offset = _scale_and_offset(mean, std, divisor, values, channels_last)
+        arithmetic = torch.float64 if images.dtype in WIDE else values.dtype
+        scale, offset = _scale_and_offset(mean, std, divisor, values, channels_last, arithmetic)
     permuted = images.permute(0, 3, 1, 2)  # (n, C, H, W)
-    step = max(1, n if images.is_cuda else CACHED_VALUES // max(1, height * width * channels))
-    for first in range(0, n, step):
-        part = values[first : first + step].copy_(permuted[first : first + step])
-        if scale is not None and offset is not None:
-            _as_rows(part, channels_last).mul_(scale).add_(offset)
-        elif divisor != 1:
-            # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
-            part.mul_(1 / divisor)
+    n = len(images)
+    step = n if images.is_cuda else _images_in(CACHED_VALUES, images)
+    for first in range(0, n, max(1, step)):
+        stored = permuted[first : first + step]
+        part = values[first : first + step]
+        if scale is None or offset is None:
+            part.copy_(stored)
+            if divisor != 1:
+                # Multiply: a GPU divides by a scalar by multiplying, so it gives the CPU's bits.
+                part.mul_(1 / divisor)
+        elif scale.dtype == part.dtype:
+            _as_rows(part.copy_(stored), channels_last).mul_(scale).add_(offset)
+        else:
+            exact = torch.empty_like(part, dtype=scale.dtype).copy_(stored)
+            _as_rows(exact, channels_last).mul_(scale).add_(offset)
+            part.copy_(exact)
+        if nodata is not None:
+            part.masked_fill_(is_nodata(stored, nodata), 0)
     return values.to(dtype)
+
+
+def divisor_of(images: Tensor, divisor: float | None) -> float:
+    """Return what stored images are divided by: None = the largest value of their integer type."""
+    if divisor is not None:
+        return divisor
+    return FULL.get(str(images.dtype).removeprefix("torch."), 1.0)
+
+
+def standardize_images(
+    stored: Tensor,
+    images: Tensor,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = True,
+    nodata: float | None = None,
+) -> Tensor:
+    """Return images (n, H, W, C), each normalized by itself, as input (n, C, H, W) of `dtype`.
+
+    Mean and standard deviation are those of the `stored` images, from which `images` were made. The
+    result lies in memory as that of `to_input`.
+    """
+    values = _new_input(images, dtype, channels_last)
+    n = len(images)
+    step = _images_in(GPU_VALUES if images.is_cuda else CACHED_VALUES, images)
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        mean, std = image_statistics(stored[part], nodata)
+        normalized = standardize(images[part], mean, std, nodata)
+        values[part].copy_(normalized.permute(0, 3, 1, 2))
+    return values.to(dtype)
+
+
+def _new_input(images: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Return an empty tensor (n, C, H, W) for images (n, H, W, C), of the type of arithmetic.
+
+    It has the desired strides: .contiguous() would not set them for one channel.
+    """
+    n, height, width, channels = images.shape
+    return torch.empty(
+        (n, channels, height, width),
+        dtype=_type_of_arithmetic(dtype),
+        device=images.device,
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+    )
+
+
+def _images_in(values: int, images: Tensor) -> int:
+    """Return how many images (n, H, W, C) have so many values, at least 1."""
+    return max(1, values // max(1, images[:1].numel()))
+
+
+def normalize_filled(inputs: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return (inputs - mean) / std as a copy of the same dtype and strides: exactly 0 at the mean.
+
+    Inputs are (n, C, H, W); mean, (n or 1, C, 1, 1) of their dtype, and std, (n or 1, C), are on
+    their device. Where std is 0, the result is 0.
+    """
+    values = inputs.to(_type_of_arithmetic(inputs.dtype), copy=True)
+    factors = std.double().reciprocal().masked_fill(std == 0, 0.0).to(values.dtype)
+    return values.sub_(mean).mul_(factors[:, :, None, None]).to(inputs.dtype)
 
 
 def normalize(inputs: Tensor, mean: Tensor, std: Tensor, channels_last: bool = True) -> Tensor:
@@ -119,7 +199,7 @@ def normalize(inputs: Tensor, mean: Tensor, std: Tensor, channels_last: bool = T
     Inputs are (n, C, H, W) as `to_input` returns them; mean and std, (C,), are on their device.
     """
     values = inputs.to(_type_of_arithmetic(inputs.dtype))
-    scale, offset = _scale_and_offset(mean, std, 1.0, values, channels_last)
+    scale, offset = _scale_and_offset(mean, std, 1.0, values, channels_last, values.dtype)
     rows = _as_rows(values, channels_last).mul(scale).add_(offset)
     return rows.to(inputs.dtype).as_strided(inputs.shape, inputs.stride())
 
@@ -131,17 +211,22 @@ def _type_of_arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scale_and_offset(
-    mean: Tensor, std: Tensor, divisor: float, values: Tensor, channels_last: bool
+    mean: Tensor,
+    std: Tensor,
+    divisor: float,
+    values: Tensor,
+    channels_last: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors and summands that normalize `_as_rows` of the values (n, C, H, W).
+    """Return the factors and summands, of `dtype`, that normalize `_as_rows` of the values.
 
-    There is one for each value of an image: loops over C values would take five times as long.
-    Stored values are divided by `divisor`.
+    There is one for each value of an image (C, H, W): loops over C values would take five times as
+    long. Stored values are divided by `divisor`.
     """
     spread = Tensor.repeat if channels_last else Tensor.repeat_interleave
     pixels = values.shape[2] * values.shape[3]
-    scale = (1 / (divisor * std.double())).to(values.dtype)
-    offset = (-mean.double() / std.double()).to(values.dtype)
+    scale = (1 / (divisor * std.double())).to(dtype)
+    offset = (-mean.double() / std.double()).to(dtype)
     return spread(scale, pixels), spread(offset, pixels)
 
 

@@ -38,6 +38,7 @@ from hpctrain.data.orders import (
 )
 from hpctrain.data.pack import (
     ALIASES,
+    DEFAULT_SPLIT,
     LAYOUTS,
     MOST_CHANNELS,
     ONE_SAMPLE,
@@ -47,18 +48,25 @@ from hpctrain.data.pack import (
     SplitInfo,
 )
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.scale import FLOATS, FULL, Scale, is_unit, unit_values
-from hpctrain.data.split import NOT_FINITE, Split
+from hpctrain.data.scale import (
+    FLOATS,
+    STORED,
+    Scale,
+    can_hold,
+    is_nodata,
+    read_type,
+    usual_divisor,
+)
+from hpctrain.data.split import Split, find_unusable, probe_checksum
 from hpctrain.data.stored import Stored, as_bytes
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import brief, listed, printable
 
-DEFAULT_SPLIT = "0.9,0.1"
-TYPES = (*FULL, *FLOATS)  # little endian
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
 USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
 USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
 CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # attributes of netCDF
+FILL_VALUES = CONVENTIONS[2:]  # those that name what is no data
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20
@@ -99,10 +107,7 @@ def make_pack(path: str, content: Content, options: ExternalOptions) -> Pack:
         values=values,
         options=options,
     )
-    probes = {
-        split: _probe_images(pack, info, has_max_value=options.max_value is not None)
-        for split, info in content.infos.items()
-    }
+    probes = {split: _probe_images(pack, info) for split, info in content.infos.items()}
     scales = {
         split: pack.scale._replace(low=probe.low, high=probe.high)
         for split, probe in probes.items()
@@ -110,12 +115,14 @@ def make_pack(path: str, content: Content, options: ExternalOptions) -> Pack:
     splits: dict[str, SplitInfo] = {}
     divided_by = pack.scale.divisor if pack.scale.is_divided else 0.0
     identity = [content.layout, divided_by, options.labels]  # describes the content, not the path
+    if options.nodata is not None:
+        identity.append(str(options.nodata))
     for split, info in content.infos.items():
         if scales[split].is_unlike(scales[train]):
             content.notes.append(f"{split} has {scales[split]}, and train {scales[train]}")
         labels = content.labels[split]
         identity += [
-            info.images.dtype,
+            pack.dtype.name,
             info.images.shape,
             info.images.dataset,
             zlib.crc32(as_bytes(labels)),
@@ -142,9 +149,9 @@ def make_pack(path: str, content: Content, options: ExternalOptions) -> Pack:
 def check_alike(path: str, content: Content, train: str, values: np.ndarray) -> None:
     """Raise UsageError for a split with other images than train, or other labels than `values`."""
     images = content.infos[train].images
-    train_kind = images.shape[1:], images.dtype
+    train_kind = images.shape[1:], np.dtype(images.dtype).name
     for split, info in content.infos.items():
-        kind = info.images.shape[1:], info.images.dtype
+        kind = info.images.shape[1:], np.dtype(info.images.dtype).name
         if kind != train_kind:
             raise UsageError(f"{path}: images of {split} are {kind}, those of train {train_kind}")
         others = np.setdiff1d(content.labels[split], values)
@@ -173,6 +180,11 @@ def describe_file(
         files=content.infos[train].files,
     )
     layout = options.layout if options.layout in ONE_SAMPLE else content.layout
+    stored_type = np.dtype(images.dtype)
+    if options.nodata is not None and not can_hold(stored_type, options.nodata):
+        raise UsageError(
+            f"--nodata {options.nodata:g}: {path} holds {stored_type.name}, which has no such value"
+        )
     return Pack(
         path=path,
         uuid="",
@@ -186,9 +198,11 @@ def describe_file(
             "notes": content.notes,
         },
         layout=content.layout,
+        max_value=options.max_value,
         scale=Scale(
-            dtype=images.dtype,
-            divisor=options.max_value or FULL.get(images.dtype, 1.0),
+            dtype=read_type(images.dtype).name,
+            divisor=options.max_value or usual_divisor(images.dtype),
+            nodata=options.nodata,
         ),
         block_rows=block_rows,
         external=options._replace(layout=layout, block_rows=block_rows)._asdict(),
@@ -218,10 +232,26 @@ def read_content(file: h5py.File, options: ExternalOptions) -> Content:
             images=stored,
             targets=content.labels[split],
         )
-        unused = [attribute for attribute in CONVENTIONS if attribute in images.attrs]
-        if unused:
-            content.notes.append(f"{listed(unused)} of {images.name} are not applied")
+        content.notes.extend(describe_attributes(images, options.nodata))
     return content
+
+
+def describe_attributes(images: h5py.Dataset, nodata: float | None) -> list[str]:
+    """Return notes on attributes of netCDF that are not applied; with what applies fill values."""
+    notes = []
+    scaling = [attribute for attribute in CONVENTIONS if attribute not in FILL_VALUES]
+    unused = [attribute for attribute in scaling if attribute in images.attrs]
+    if unused:
+        verb = "is" if len(unused) == 1 else "are"
+        notes.append(f"{listed(unused)} of {images.name} {verb} not applied")
+    for attribute in FILL_VALUES:
+        values = np.asarray(images.attrs.get(attribute, ())).reshape(-1)
+        for value in values.tolist():
+            if not isinstance(value, int | float):
+                notes.append(f"{attribute} of {images.name} is not applied")
+            elif nodata is None or not is_nodata(values, nodata).all():
+                notes.append(f"{attribute} of {images.name} is not applied: --nodata={value!r}")
+    return notes
 
 
 def find_splits(file: h5py.File, options: ExternalOptions) -> dict[str, str]:
@@ -287,22 +317,29 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
 def check_type(data: h5py.Dataset) -> None:
     """Raise Unusable for images of a type that is not read, with what to do instead."""
     dtype = data.dtype
-    size = data.id.get_type().get_size()
-    what = f"the images {data.name} are {dtype} of {size} bytes, not one of {', '.join(TYPES)}"
-    if dtype in TYPES and dtype.isnative:
-        if size != dtype.itemsize:  # h5py names bfloat16 float32
-            raise Unusable(f"{what}: write them as float32")
+    stored = data.id.get_type()
+    what = (
+        f"the images {data.name} are {dtype} of {stored.get_size()} bytes, not one of"
+        f" {', '.join(STORED)}"
+    )
+    if h5py.check_enum_dtype(dtype):
+        raise Unusable(f"{what}, but an enumeration: write its values anew as {dtype.name}")
+    if dtype.name in STORED:
+        if not is_plain(dtype, stored):
+            raise Unusable(f"{what} as NumPy has them: write them anew as float32 or integers")
         return
-    if dtype.kind not in "biuf":
+    if dtype.kind != "f":
         raise Unusable(f"{what}: write pixels, as uint8 (N, H, W, C); hp.write_pack does so")
-    wanted = str(dtype.newbyteorder("="))
-    if wanted == "bool":
-        wanted = "uint8"
-    elif wanted not in TYPES and dtype.itemsize <= 2:
-        wanted = "float32"
-    elif wanted not in TYPES:
-        wanted = "float64"
-    raise Unusable(f"{what}: write them anew, {reshaped(data, f'.astype({wanted!r})')}")
+    raise Unusable(f"{what}: write them anew, {reshaped(data, f'.astype({FLOATS[-1]!r})')}")
+
+
+def is_plain(dtype: np.dtype, stored: h5py.h5t.TypeID) -> bool:
+    """Whether HDF5 stores values as NumPy does: h5py calls bfloat16 float32, and 12 bits int16."""
+    if dtype.kind == "b":  # an enumeration
+        return bool(stored.get_size() == dtype.itemsize)
+    if stored.get_class() == h5py.h5t.BITFIELD:
+        return bool(stored.get_precision() == 8 * dtype.itemsize)
+    return bool(stored.equal(h5py.h5t.py_create(dtype)))
 
 
 def reshaped(data: h5py.Dataset, how: str) -> str:
@@ -336,6 +373,8 @@ def read_all_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
             )
         values = values.argmax(axis=1)
     values = one_each(values, name, samples)
+    if values.dtype.kind == "f":
+        values = values.astype(np.float64)  # 2**53 is infinite as float16
     with np.errstate(invalid="ignore"):  # NaN is refused below
         labels = np.array(values.astype(np.int64))
     whole = (labels == values) & (values.dtype.kind != "f" or np.abs(values) < 2**53)
@@ -530,36 +569,25 @@ class ProbedImages(NamedTuple):
     high: float
 
 
-def _probe_images(pack: Pack, info: SplitInfo, has_max_value: bool) -> ProbedImages:
-    """Read some images of a file.
-
-    Raises UsageError if they are not finite, or beyond [0, 1] and --max-value was not given.
-    """
+def _probe_images(pack: Pack, info: SplitInfo) -> ProbedImages:
+    """Read some images of a file. Raises UsageError if one cannot be used."""
     where = f"{info.path}: {info.images.dataset}"
+    scale = pack.scale
     try:
         with Split(replace(pack, splits={"train": info}), "train") as split:
             rows, stored = split.read_probe()
     except RunError as error:
         raise UsageError(str(error)) from None
-    divisor = pack.scale.divisor
-    images = unit_values(stored, divisor)
-    finite = np.isfinite(images).all(axis=(1, 2, 3))
-    if not finite.all():
-        raise UsageError(f"{where}[{rows[finite.argmin()]}] {NOT_FINITE}")
-    low = float(images.min())
-    high = float(images.max())
-    if not has_max_value and images.dtype.kind == "f" and not is_unit(low, high):
-        way = ""
-        if low >= 0:
-            likely = next((full for full in FULL.values() if high <= full), high)
-            way = f"--max-value {likely:g}, which divides them by {likely:g}, or "
-        raise UsageError(
-            f"{where} has values from {low:g} to {high:g}, not from 0 to 1: train with"
-            f" {way}--max-value 1, which takes them as they are"
-        )
-    whole = divisor if pack.scale.is_divided else 1.0
-    return ProbedImages(
-        crc32=zlib.crc32(as_bytes(images)),
-        low=float(f"{low * whole:.6g}"),
-        high=float(f"{high * whole:.6g}"),
-    )
+    unusable = find_unusable(stored, scale.divisor, scale.nodata)
+    if unusable:
+        place = min(unusable)
+        raise UsageError(f"{where}[{rows[place]}] {unusable[place]}")
+    values = stored
+    if scale.nodata is not None:
+        values = stored[~is_nodata(stored, scale.nodata)]
+    low = float(values.min())
+    high = float(values.max())
+    if values.dtype.kind == "f":
+        low = float(f"{low:.6g}")
+        high = float(f"{high:.6g}")
+    return ProbedImages(probe_checksum(stored, scale.divisor), low, high)

@@ -18,6 +18,7 @@ import numpy as np
 from hpctrain.data import file_index
 from hpctrain.data.external import (
     CONVENTIONS,
+    FILL_VALUES,
     Content,
     choose_layout,
     make_pack,
@@ -85,9 +86,11 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
     notes = [note] if note else []
     for bit, attribute in enumerate(CONVENTIONS):
         count = int(np.count_nonzero(index.unapplied >> bit & 1))
-        if count:
+        is_fill = attribute in FILL_VALUES
+        if count and not (is_fill and options.nodata is not None):
             where = f"{kind.dataset} in {count:,} of {counted(len(files.names), 'file')}"
-            notes.append(f"{attribute} of {where} is not applied")
+            advice = ": --nodata leaves its value out" if is_fill else ""
+            notes.append(f"{attribute} of {where} is not applied{advice}")
     info = SplitInfo(
         path=pattern,
         samples=len(labels),

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpctrain.data.file_set import is_pattern
-from hpctrain.data.scale import BYTES, FULL, Scale
+from hpctrain.data.scale import BYTES, FULL, Scale, read_type
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
 from hpctrain.errors import UsageError
@@ -58,6 +58,7 @@ ALIASES = {  # common names of splits
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing"),
 }
+DEFAULT_SPLIT = "0.9,0.1"  # of an external file
 SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
 HASHED = 1 << 20  # checksums that are read at a time
 MOST_CHANNELS = 4  # images usually have no more
@@ -103,6 +104,7 @@ class ExternalOptions(NamedTuple):
     # None = a number that suits the file. Chunks are never divided.
     max_value: float | None = None  # images are divided by it; None = as `Scale` says
     group: str | None = None  # "file": all samples of a file are in one split
+    nodata: float | None = None  # stored value, possibly NaN, that is no data
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,8 @@ class Pack:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the images that are read: as stored, but for float64 that is divided float32."""
-        stored = np.dtype(self.splits["train"].images.dtype)
-        if stored == np.float64 and self.scale.is_divided:
-            return np.dtype("float32")
-        return stored
+        """Type of the images that are read, in native byte order: `read_type` of the stored one."""
+        return read_type(self.splits["train"].images.dtype)
 
     def with_max_value(self, max_value: float) -> Pack:
         """Return this pack with values divided by `max_value`, and mean and std of these."""
@@ -149,10 +148,14 @@ class Pack:
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of an image of which a plan makes the windows of --shuffle blocks: as float32 where
-        values are divided, so that the order of samples does not follow from how they are stored.
+        """Bytes of an image of which a plan makes the windows of --shuffle blocks.
+
+        Where values are divided, they count as float32 at least, so that the order of samples does
+        not follow from how they are stored.
         """
-        itemsize = 4 if self.scale.is_divided else self.dtype.itemsize
+        itemsize = self.dtype.itemsize
+        if self.scale.is_divided:
+            itemsize = max(4, itemsize)
         return math.prod(self.image_shape) * itemsize
 
 
@@ -364,6 +367,19 @@ def images_note(pack: Pack) -> str | None:
             f" {max(1, scale.high):.0f} would make it 1"
         )
     return "; ".join([note, *pack.provenance["notes"]])
+
+
+def describe_drawing(external: Mapping[str, Any]) -> str:
+    """Return how the splits of an external file, with these `ExternalOptions`, were drawn.
+
+    It is "" if the file has splits of its own.
+    """
+    if "{split}" in external["images"]:
+        return ""
+    text = f"by --split {external['split'] or DEFAULT_SPLIT} and --split-seed {external['seed']}"
+    if external["block_rows"]:
+        text += f" in blocks of {external['block_rows']:,} images"
+    return text
 
 
 def is_pack(path: str | os.PathLike[str]) -> bool:

@@ -4,14 +4,17 @@
     flips and shifts        stored values (n, H, W, C) of their type      "augment"
     scaling                 makes floats (n, C, H, W) in [0, 1] of them
     the user's transform    these floats                                  "own augmentation"
-    normalization           (x - mean) / std per channel
+    normalization           (x - mean) / std per channel: one mean and std, or those of each image
     the task's stage        inputs and targets                            its own: "noise"
 
 A batch has one key, from which each stage derives its own: what one draws does not change what
 another draws. Random crops, which are drawn where JPEG files are decoded, have the key "crop".
 
 Where no stage stands between them, scaling and normalization are one multiplication and one
-addition.
+addition. Mean and std of an image are those of its stored values, before flips and shifts.
+
+Values that are no data are 0 after normalization. A transform is given the channel's mean in their
+place (0 without normalization), so that it may move them, and shifts uncover such values.
 """
 
 from __future__ import annotations
@@ -22,8 +25,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hpctrain.data.augment import NO_AUGMENTATION, Augmentation, augment, normalize, to_input
+from hpctrain.data.augment import (
+    NO_AUGMENTATION,
+    WIDE,
+    Augmentation,
+    augment,
+    divisor_of,
+    normalize,
+    normalize_filled,
+    standardize_images,
+    to_input,
+)
 from hpctrain.data.partition import random_key
+from hpctrain.data.standardize import image_statistics, is_nodata
 
 # images (n, C, H, W) in [0, 1] and the key of the batch -> others of the same shape and dtype
 Transform = Callable[[Tensor, int], Tensor]
@@ -38,16 +52,23 @@ class Pipeline:
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32  # dtype of inputs
     channels_last: bool = True  # whether inputs lie in memory as NHWC
-    normalization: Sequence[Tensor | Sequence[float]] | None = None  # mean and std, (C,) each
+    #: mean and std, (C,) each; "image" = those of each image by itself; None or () = no change
+    normalization: Sequence[Tensor | Sequence[float]] | str | None = None
     augmentation: Augmentation = NO_AUGMENTATION
     transform: Transform | None = None
     stage: Stage | None = None
+    nodata: float | None = None  # stored value, possibly NaN, that is no data
     _mean: Tensor | None = field(init=False, default=None)  # (C,) on the device
     _std: Tensor | None = field(init=False, default=None)
+    #: both as float64, for stored types whose values float32 rounds
+    _exact: Sequence[Tensor] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        if self.normalization:
+        if self.normalization and not self.is_by_image:
             self._mean, self._std = (torch.as_tensor(v).to(self.device) for v in self.normalization)
+            self._exact = [
+                torch.as_tensor(v, dtype=torch.float64).to(self.device) for v in self.normalization
+            ]
 
     def make(
         self, images: Tensor, targets: Tensor, key: int, divisor: float | None = None
@@ -66,14 +87,40 @@ class Pipeline:
 
     def inputs(self, images: Tensor, key: int = 0, divisor: float | None = None) -> Tensor:
         """Return the inputs (n, C, H, W) of stored images (n, H, W, C) before the task's stage."""
-        images = augment(images.to(self.device), self.augmentation, random_key(key, "augment"))
+        stored = images.to(self.device)
+        nodata = self.nodata
+        images = augment(stored, self.augmentation, random_key(key, "augment"), nodata)
+        layout = self.dtype, self.channels_last
         if self.transform is None:
-            return to_input(images, self._mean, self._std, self.dtype, self.channels_last, divisor)
-        scaled = to_input(images, None, None, self.dtype, self.channels_last, divisor)
-        inputs = self.transform(scaled, key)
-        if self._mean is None or self._std is None:
-            return inputs
-        return normalize(inputs, self._mean, self._std, self.channels_last)
+            if self.is_by_image:
+                return standardize_images(stored, images, *layout, nodata)
+            mean, std = self._mean, self._std
+            if images.dtype in WIDE and self._exact:
+                mean, std = self._exact
+            return to_input(images, mean, std, *layout, divisor, nodata)
+        scaled = to_input(images, None, None, *layout, divisor, nodata)
+        if self.is_by_image:
+            mean, std = image_statistics(stored, nodata)  # (n, C)
+            divisor = divisor_of(stored, divisor)
+            mean = mean / divisor
+            std = std / divisor
+        elif self._mean is None or self._std is None:
+            return self.transform(scaled, key)
+        elif nodata is None:
+            inputs = self.transform(scaled, key)
+            return normalize(inputs, self._mean, self._std, self.channels_last)
+        else:
+            mean = self._mean[None]
+            std = self._std[None]
+        filling = mean[:, :, None, None].to(self.dtype)
+        missing = is_nodata(images, nodata).permute(0, 3, 1, 2)
+        filled = scaled.copy_(torch.where(missing, filling, scaled))
+        return normalize_filled(self.transform(filled, key), filling, std)
+
+    @property
+    def is_by_image(self) -> bool:
+        """Whether each channel of each image is normalized by itself."""
+        return isinstance(self.normalization, str)
 
     def plain(self) -> Pipeline:
         """Return the pipeline of an evaluation: without augmentation, the user's own among it."""

@@ -17,10 +17,30 @@ from hpctrain.errors import UsageError
 
 FULL = {"uint8": 255.0, "uint16": 65535.0}  # largest value of a type
 FLOATS = ("float16", "float32", "float64")
+#: Types in which values are read that are stored in types which networks, or torch, cannot take.
+READ_AS = {"bool": "uint8", "uint32": "int64", "uint64": "float64"}
+#: Types that are read, in either byte order; others keep their name.
+STORED = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *FLOATS,
+)
+WIDE = ("int32", "int64", "float64")  # types that are read with values that float32 rounds
+LARGEST_WHOLE = 1 << 24  # up to which float32 has all whole numbers
 DARK = 16.0  # with larger floats in the training, those in [0, 1] were divided by something
 ROUNDING = 1e-3  # allowed for float16
 UNLIKE = 4.0  # ratio of largest values that is noted
 FAR = 8.0  # how many times larger than in the training stored values may be; 16 bits of 12 are 16
+
+
+def read_type(stored: str) -> np.dtype:
+    """Return the type, in native byte order, in which values stored as one of `STORED` are read."""
+    name = np.dtype(stored).name
+    return np.dtype(READ_AS.get(name, name))
+
+
+def usual_divisor(stored: str) -> float:
+    """Return what values are divided by without --max-value: 1 unless they are 8 or 16 bits."""
+    return FULL.get(np.dtype(stored).name, 1.0)
 
 
 def is_unit(low: float, high: float) -> bool:
@@ -29,8 +49,12 @@ def is_unit(low: float, high: float) -> bool:
 
 
 def divide(values: np.ndarray, divisor: float) -> np.ndarray:
-    """Return values as float32 multiplied by 1 / divisor: bytes, by 255, as those of a pack are."""
-    return values.astype(np.float32) * np.float32(1 / divisor)
+    """Return values as float32 multiplied by 1 / divisor: bytes, by 255, as those of a pack are.
+
+    Values too large for float32 become infinite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(np.float32) * np.float32(1 / divisor)
 
 
 def is_divided(dtype: str, divisor: float) -> bool:
@@ -42,12 +66,11 @@ def is_divided(dtype: str, divisor: float) -> bool:
 
 def unit_values(values: np.ndarray, divisor: float) -> np.ndarray:
     """Return stored values as float32, divided; bytes that are divided by 255, and floats by 1, as
-    such. Values too large for float32 become infinite.
+    such.
     """
     if not is_divided(values.dtype.name, divisor):
         return values
-    with np.errstate(over="ignore", invalid="ignore"):
-        return divide(values, divisor)
+    return divide(values, divisor)
 
 
 def value_range(values: np.ndarray) -> tuple[float, float, bool]:

@@ -25,7 +25,7 @@ from hpctrain.data.file_set import FileSetRows
 from hpctrain.data.orders import block_starts
 from hpctrain.data.pack import LAYOUTS, Pack, checksum
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.scale import is_nodata, unit_values
+from hpctrain.data.scale import WIDE, divide, is_nodata, unit_values
 from hpctrain.data.stored import File, OffsetRows, RowReader, Stored, as_bytes
 from hpctrain.errors import RunError, UsageError
 
@@ -38,7 +38,11 @@ PROBED = 16  # images of an external file by which it is recognised
 TASK_FILES = 8  # JPEG files that a thread decodes at a time
 CORRUPT = "is corrupt: its bytes or its label differ from its checksum"
 CORRUPT_COPY = f"{CORRUPT}: remove this copy, and the next launch copies the pack again"
-NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of the file"
+NOT_FINITE = (
+    "holds NaN or infinite values: write finite ones, take it out of the file, or leave NaN out by"
+    " --nodata nan"
+)
+NO_DATA = "holds no data, only values of --nodata: take it out of the file"
 
 Bad = dict[int, str]  # samples that cannot be used, and why
 
@@ -53,9 +57,9 @@ class HeldNumbers(NamedTuple):
 class Split:
     """The samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
 
-    Images have the shape ``image_shape`` (H, W, C) and are stored values of the type ``dtype``:
-    what a pack or an external file holds. Divided by ``divisor``, they must be finite, but for
-    ``nodata``. A sample's checksum is compared when it is first read.
+    Images have the shape ``image_shape`` (H, W, C) and are stored values of the type ``dtype``.
+    Those that are not ``nodata`` must be finite as float32, divided by ``divisor``. A sample's
+    checksum is compared when it is first read.
     """
 
     def __init__(
@@ -170,9 +174,8 @@ class Split:
             self._images.read_ahead(rows)
         self._read_images(rows, out)
         unusable = self._compare(indices, out)
-        if self.dtype.kind == "f" or self.divisor < 1:
-            finite = are_finite(out, self.divisor, self.nodata)
-            unusable |= dict.fromkeys(indices[~finite].tolist(), NOT_FINITE)
+        for place, why in find_unusable(out, self.divisor, self.nodata).items():
+            unusable[int(indices[place])] = why
         return unusable
 
     @cached_property
@@ -328,7 +331,7 @@ class Split:
             is_same = uuid == self.pack.uuid.encode()
         elif self.info.probe is not None:
             _, images = self.read_probe()
-            is_same = zlib.crc32(as_bytes(unit_values(images, self.divisor))) == self.info.probe
+            is_same = probe_checksum(images, self.divisor) == self.info.probe
         if not is_same:
             raise UsageError(
                 f"{self.info.path} was replaced or overwritten since it was checked"
@@ -368,8 +371,7 @@ class Split:
             values = np.empty((len(part), *stored.shape[1:]), stored.dtype)
             self._images.read(part, values)
             values = values.transpose(LAYOUTS[pack.layout]).reshape(len(part), *self.image_shape)
-            with np.errstate(over="ignore"):  # float64 too large for float32: `gather` reports it
-                out[first : first + step] = values
+            out[first : first + step] = values
 
     def _decode(
         self,
@@ -429,17 +431,35 @@ class Split:
         return dict.fromkeys(new[~agrees].tolist(), why)
 
 
-def are_finite(images: np.ndarray, divisor: float, nodata: float | None = None) -> np.ndarray:
-    """Return whether the values of each image (n, H, W, C) are finite, also divided: (n,) bool.
+def find_unusable(images: np.ndarray, divisor: float, nodata: float | None) -> Bad:
+    """Return which images (n, H, W, C) cannot be used, by their place, and why.
 
-    Values that are `nodata` count as finite.
+    Their values must be finite as float32, also divided, but for those that are no data, which must
+    not be all.
     """
-    finite = np.isfinite(images)
-    if divisor < 1:
-        finite &= np.isfinite(unit_values(images, divisor))
+    unusable = Bad()
+    missing = None
     if nodata is not None:
-        finite |= is_nodata(images, nodata)
-    return finite.all(axis=(1, 2, 3))
+        missing = is_nodata(images, nodata)
+        empty = missing.all(axis=(1, 2, 3))
+        unusable |= dict.fromkeys(np.flatnonzero(empty).tolist(), NO_DATA)
+    if images.dtype.kind == "f" or divisor < 1:
+        finite = np.isfinite(images)
+        if divisor < 1 or images.dtype.itemsize > 4:
+            finite &= np.isfinite(divide(images, divisor))
+        if missing is not None:
+            finite |= missing
+        infinite = ~finite.all(axis=(1, 2, 3))
+        unusable |= dict.fromkeys(np.flatnonzero(infinite).tolist(), NOT_FINITE)
+    return unusable
+
+
+def probe_checksum(images: np.ndarray, divisor: float) -> int:
+    """Return the CRC-32 of images of `Split.read_probe`: divided, unless that rounds them."""
+    values = images
+    if images.dtype.name not in WIDE:
+        values = unit_values(images, divisor)
+    return zlib.crc32(as_bytes(values))
 
 
 def describe_first(all_bad: Iterable[Bad]) -> str | None:

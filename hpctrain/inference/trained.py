@@ -37,6 +37,7 @@ from hpctrain.data.values import NPY_START, decode_reduced, decode_stored
 from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import build, input_like, load_weights, read_model
+from hpctrain.models.init import normalization_of
 from hpctrain.models.memory_format import move_model
 from hpctrain.numerics import torch_flags
 from hpctrain.parallel.device import choose_device
@@ -105,6 +106,8 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
     for name, length in lengths.items():
         if metadata[name] and len(metadata[name]) != length:
             raise ValueError(f"{name} has {len(metadata[name])} values, not {length}")
+    if metadata.get("normalization", "image") != "image":
+        raise ValueError(f"normalization is {brief(metadata['normalization'], 40)}")
     scale = metadata["scale"]
     for name, types in SCALE.items():
         if type(scale[name]) not in types:
@@ -159,7 +162,8 @@ class TrainedNetwork:
                 device=device,
                 dtype=like.dtype,
                 channels_last=channels_last,
-                normalization=metadata["mean"] and (metadata["mean"], metadata["std"]),
+                normalization=normalization_of(metadata),
+                nodata=scale.nodata,
                 stage=task.stage,
             ),
             rows=metadata["evaluation_rows"],

@@ -29,7 +29,8 @@ from hpctrain.text import listed
 ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
 WRAPPERS = re.compile(r"\b(_orig_mod|module)\.")  # of torch.compile and DataParallel
 DEPTH = 3  # entries of entries in which weights are looked for
-Normalization = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
+#: Mean and std by channel; () = images in [0, 1]; "image" = each channel of each image by itself.
+Normalization = tuple[tuple[float, ...], ...] | str
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class InitialWeights:
     left_out: tuple[str, ...]  # tensors of the file
     normalization: Normalization | None  # of its images; None: the file does not say
     stored: dict[str, Any] | None  # scale of its training's images; None: the file does not say
+    metadata: Mapping[str, Any]  # of a file of hpctrain; else empty
 
     def __str__(self) -> str:
         """Return one line: what was loaded, replaced, and left out."""
@@ -106,6 +108,7 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
         left_out=tuple(left_out),
         normalization=normalization_of(metadata),
         stored=metadata.get("scale"),
+        metadata=metadata,
     )
 
 
@@ -113,6 +116,8 @@ def normalization_of(metadata: Mapping[str, Any]) -> Normalization | None:
     """Return the normalization of images in a file's metadata; None if it has none."""
     if "mean" not in metadata:
         return None
+    if "normalization" in metadata:
+        return str(metadata["normalization"])
     if not metadata["mean"]:
         return ()
     return tuple(metadata["mean"]), tuple(metadata["std"])

@@ -85,7 +85,7 @@ def exclusions() -> Iterator[tuple[str, str, str]]:
     """Yield pairs of options that exclude each other by the task, and why."""
     for name, facts in FACTS.items():
         if facts.is_unit:
-            yield "--normalize pack/imagenet", f"--task {name}", "images stay in [0, 1]"
+            yield "--normalize pack/image/imagenet", f"--task {name}", "images stay in [0, 1]"
         for option, why in facts.excludes:
             yield option, f"--task {name}", why
 

@@ -55,7 +55,7 @@ def open_data(config: Config, comm: Comm, begun: Plan | None) -> TrainingData:
 
     Rank 0 opens the pack for all; ranks of a host share its GPUs and cores.
     """
-    pack = on_root(comm, find_pack, config)
+    pack = on_root(comm, find_pack, config, begun)
     local_rank = comm_of_host(comm).rank
     with on_all(comm):
         check_data(config, pack)
@@ -81,8 +81,11 @@ def open_data(config: Config, comm: Comm, begun: Plan | None) -> TrainingData:
     )
 
 
-def find_pack(config: Config) -> Pack:
-    """Find (or make), check and open the pack, or the file of --images (rank 0)."""
+def find_pack(config: Config, begun: Plan | None = None) -> Pack:
+    """Find (or make), check and open the pack, or the file of --images (rank 0).
+
+    The splits of a run that was `begun` stay as they are.
+    """
     path = find_pack_path(config.data, config.cache_dir)
     if config.images is not None and config.labels is not None:
         from hpctrain.data.external_files import open_external  # imports h5py
@@ -94,15 +97,18 @@ def find_pack(config: Config) -> Pack:
                 labels=config.labels,
                 layout=config.layout,
                 split=config.table()["split"],
-                seed=config.seed,
+                seed=choose_split_seed(config, begun),
                 block_rows=None if config.shuffle == "blocks" else 0,
                 max_value=config.max_value,
                 group=config.group,
+                nodata=None if config.nodata is None else float(config.nodata),
             ),
             config.cache_dir,
         )
     pack = read_pack(path)
     require_split(pack, "train")
+    if config.max_value is not None:
+        return pack.with_max_value(config.max_value)
     return pack
 
 
@@ -131,6 +137,13 @@ def check_same_files(folder: Path, plan: Plan, pack: Pack) -> str:
         f"{len(rewritten):,} of {counted(len(now), 'file')} were written since the run was begun"
         f" ({listed_names(rewritten, 3)}): they are taken for copies, as probes of them are equal"
     )
+
+
+def choose_split_seed(config: Config, begun: Plan | None) -> int:
+    """Return --split-seed; --seed for a run begun when that one drew the splits."""
+    if begun and begun.split_seed is None:
+        return config.seed
+    return config.split_seed
 
 
 def check_data(config: Config, pack: Pack) -> None:

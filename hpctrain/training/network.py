@@ -14,10 +14,10 @@ from hpctrain.config import Config
 from hpctrain.config.functions import Imported, is_own, source_files
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import read_samples
-from hpctrain.data.pack import Pack
+from hpctrain.data.pack import Pack, describe_drawing
 from hpctrain.data.partition import random_key
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.scale import UNLIKE, Scale
+from hpctrain.data.scale import Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
@@ -39,10 +39,11 @@ from hpctrain.plan import model_name
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.training.data import TrainingData
-from hpctrain.training.normalization import choose_normalization
+from hpctrain.training.normalization import choose_normalization, rounding_note
 from hpctrain.training.optimizer import freeze
 from hpctrain.training.probe import FIRST_ROWS
 from hpctrain.training.resume import PreviousLaunch
+from hpctrain.training.statistics import measure_training_images
 
 
 class Network(NamedTuple):
@@ -68,9 +69,12 @@ def make_network(
     All ranks draw or read the same weights, agree on the memory format and on the weights of
     classes, and compare the files of the user's own functions.
     """
-    pack = data.pack
     device = data.device
     begun = earlier.plan if earlier else None
+    pack = data.pack
+    if config.normalize == "pack" and pack.external and not begun:
+        mean, std = measure_training_images(data.train, comm)
+        pack = dataclasses.replace(pack, mean=mean, std=std)
     with on_all(comm):
         model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
         frozen = freeze(model, config.freeze)
@@ -87,7 +91,6 @@ def make_network(
         augment = import_own(config.augment, "--augment")
         task = make_task({**vars(config), **resolved}, pack.classes, like, loss, metric)
         normalization, why = choose_normalization(config, begun, pack, model, init)
-        check_normalized(normalization, pack)
         norms = BatchNorms(model, config.batch_norm)
     compare_code(config, pack, comm)
     pipeline = Pipeline(
@@ -98,7 +101,17 @@ def make_network(
         augmentation=Augmentation(config.flip, config.shift),
         transform=partial(augment_by, augment) if augment else None,
         stage=task.stage,
+        nodata=pack.scale.nodata,
     )
+    notes = [
+        nchw,
+        str(init or ""),
+        scale_note(init, pack),
+        split_note(init, pack),
+        why,
+        rounding_note(config, normalization, pack),
+        frozen,
+    ]
     return Network(
         config=config,
         norms=norms,
@@ -109,7 +122,7 @@ def make_network(
         normalization=normalization,
         pipeline=pipeline,
         is_nchw=bool(nchw),
-        notes=[nchw, str(init or ""), scale_note(init, pack), why, frozen],
+        notes=notes,
     )
 
 
@@ -151,13 +164,6 @@ def make_model(
     return model.train(), init
 
 
-def check_normalized(normalization: Normalization, pack: Pack) -> None:
-    """Raise UsageError for mean and std, which are of images in [0, 1], of far other images."""
-    if normalization and (pack.scale.low < 0 or pack.scale.reach > UNLIKE):
-        text = f"are of images in [0, 1], and {pack.path} holds {pack.scale}"
-        raise UsageError(f"mean and std {text}: give another --max-value, or --normalize unit")
-
-
 def scale_note(init: InitialWeights | None, pack: Pack) -> str:
     """Return a note if the network of --init was trained on images of another scale, or ""."""
     if init is None or init.stored is None:
@@ -166,6 +172,20 @@ def scale_note(init: InitialWeights | None, pack: Pack) -> str:
     if trained.is_like(pack.scale):
         return ""
     return f"--init {init.path}: its training was on {trained}; this one is on {pack.scale}"
+
+
+def split_note(init: InitialWeights | None, pack: Pack) -> str:
+    """Return a note if the network of --init was trained on another split of the data, or ""."""
+    if init is None or not pack.external or not init.metadata.get("external"):
+        return ""
+    trained = describe_drawing(init.metadata["external"])
+    drawn = describe_drawing(pack.external)
+    if init.metadata["pack_uuid"] != pack.uuid or trained == drawn:
+        return ""
+    return (
+        f"--init {init.path}: its training images were drawn from this file {trained}, and those of"
+        f" this run {drawn}: it may know images that are tested here"
+    )
 
 
 def choose_memory_format(

@@ -141,6 +141,7 @@ def collect_facts(
         chunk_rows=pack.splits["train"].images.chunk_rows,
         class_weights=network.class_weights,
         scaling=network.normalization,
+        split_seed=pack.external["seed"] if pack.external else None,
     )
 
 

@@ -63,7 +63,14 @@ def validate(run: Run) -> None:
 def network_metadata(run: Run) -> dict[str, Any]:
     """Return the metadata of the network that the model of a run holds."""
     reached = run.progress.network
-    mean, std = run.plan.scaling or (None, None)
+    scaling = run.plan.scaling
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    by_image = {}  # a file without this has mean and std, or images in [0, 1]
+    if isinstance(scaling, str):
+        by_image["normalization"] = scaling
+    elif scaling:
+        mean, std = scaling
     return {
         "hpctrain": __version__,
         **{name: getattr(run.config, name) for name in OF_CONFIG},
@@ -72,6 +79,7 @@ def network_metadata(run: Run) -> dict[str, Any]:
         "scale": run.pack.scale._asdict(),
         "mean": mean,
         "std": std,
+        **by_image,
         "pack": str(Path(run.pack.path).resolve()),
         "run": run.folder.name,
         "step": reached.step,

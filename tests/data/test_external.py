@@ -56,11 +56,45 @@ def rows_of(path, **settings):
 # What is read
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])
+SIGNED = [f"{order}i{size}" for size in (1, 2, 4, 8) for order in "<>"]
+UNSIGNED = [f"{order}u{size}" for size in (2, 4, 8) for order in "<>"]
+REAL = [f"{order}f{size}" for size in (2, 4, 8) for order in "<>"]
+EVERY_TYPE = ["u1", "?", *SIGNED, *UNSIGNED, *REAL]
+READ_AS = {"bool": "uint8", "uint32": "int64", "uint64": "float64"}  # others: native order
+
+
+def as_type(images, dtype):
+    """The same images with values of the whole range of a type."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return images > 99
+    if dtype.kind == "f":
+        return ((images - 99.0) / 256).astype(dtype)
+    low = np.iinfo(dtype).min
+    values = images.astype(object) * (1 << 8 * dtype.itemsize - 8) + low
+    values[0, 0, 0] = np.iinfo(dtype).max
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", EVERY_TYPE)
+@pytest.mark.parametrize("case", ["contiguous", "chunks"])
+def test_values_of_any_type_and_byte_order_are_read(tmp_path, case, dtype):
+    images, storage, layout = STORED[case]
+    images = as_type(images, dtype)
+    pack = read(write(tmp_path / "a.h5", images, LABELS, **storage), layout=layout)
+    expected = np.dtype(READ_AS.get(images.dtype.name, images.dtype.name))
+    assert pack.dtype == expected and pack.dtype.isnative
+    assert pack.scale.dtype == expected.name
+    found = everything(pack)
+    assert found[0].dtype == expected
+    assert as_set(*found) == as_set(images.astype(expected), LABELS)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", ">i2", "bool", "float16", "float64"])
 @pytest.mark.parametrize("case", STORED)
 def test_every_image_is_in_one_split_with_its_label(tmp_path, case, dtype):
     images, storage, layout = STORED[case]
-    images = (images / (1 if dtype == "uint8" else 256)).astype(dtype)
+    images = as_type(images, dtype)
     path = write(tmp_path / "a.h5", images, LABELS, **storage)
     whole = storage.get("chunks", (0,))[0] > 200  # one chunk is not divided
     pack = read(path, "x", "y", layout, "1" if whole else None)
@@ -69,8 +103,9 @@ def test_every_image_is_in_one_split_with_its_label(tmp_path, case, dtype):
     images = images.reshape(ROWS, *images.shape[1:3], -1)
     assert (pack.image_shape, pack.classes) == (images.shape[1:], ("0", "1", "2", "3"))
     found = everything(pack)
-    assert found[0].dtype == np.dtype(dtype)
-    assert as_set(*found) == as_set(images, LABELS)
+    read_type = "uint8" if dtype == "bool" else np.dtype(dtype).newbyteorder("=")
+    assert found[0].dtype == read_type
+    assert as_set(*found) == as_set(images.astype(read_type), LABELS)
 
 
 @pytest.mark.parametrize("name", ["scale-offset", "Blosc", "Zstd", "Bitshuffle"])
@@ -121,7 +156,7 @@ def test_values_are_divided_by_the_largest_value(tmp_path, stored, max_value, fa
     path = write(tmp_path / "b.h5", stored, LABELS, chunks=chunks)
     found = read(path, "x", "y", split="1", max_value=max_value)
     with hp.Split(found, "train") as split, hp.Split(plain, "train") as of_bytes:
-        assert split.dtype == ("f4" if stored.dtype == "f8" and max_value else stored.dtype)
+        assert split.dtype == stored.dtype
         values = hp.read_samples(split, range(50)).numpy()
         expected = hp.read_samples(of_bytes, range(50)).numpy() * factor
     tolerance = 2e-3 if stored.dtype == "f2" else 1e-6
@@ -134,12 +169,12 @@ def test_values_are_divided_by_the_largest_value(tmp_path, stored, max_value, fa
 
 
 LABEL_FORMS = {
-    **{kind: LABELS.astype(kind) for kind in ("u1", "i1", "<i2", ">u4", "<i8", ">u8")},
+    **{kind: LABELS.astype(kind) for kind in ("u1", *SIGNED, *UNSIGNED, *REAL)},
     "a column": LABELS[:, None],
     "one-hot floats": np.eye(CLASSES)[LABELS],
     "one-hot integers": np.eye(CLASSES)[LABELS].astype("i4"),
-    "floats": LABELS.astype("f8"),
-    "big endian floats": LABELS.astype(">f4"),
+    "one-hot, big endian": np.eye(CLASSES)[LABELS].astype(">u2"),
+    "texts of numbers": LABELS.astype("S2").astype(h5py.string_dtype()),
     "one-hot truth": np.eye(CLASSES, dtype=bool)[LABELS],
     "digits": LABELS.astype("S2"),
     "of PatchCamelyon": LABELS.reshape(-1, 1, 1, 1).astype("u1"),
@@ -302,12 +337,17 @@ def test_the_identity_is_of_what_the_file_holds(tmp_path):
         uuid(labels=LABELS[::-1].copy()),
         uuid(NCHW, layout="NCHW"),
         uuid((IMAGES / 255).astype("f4")),
+        uuid(nodata=3.0),
+        uuid(nodata=4.0),
         uuid(max_value=99.0),
         uuid(at=("x", "z")),
         uuid(IMAGES[..., :1]),
         uuid(IMAGES[..., 0]),
     ]
-    assert len({first, *others}) == 9
+    assert len({first, *others}) == 11
+    wide = IMAGES.astype("i8") + 2**40
+    assert uuid(wide) == uuid(wide.astype(">i8"))
+    assert uuid(wide) != uuid(changed.astype("i8") + 2**40), "float32 would not tell them apart"
 
 
 # What cannot be used: one line, which names the file; more of it in tests/contract/test_refused.py
@@ -333,6 +373,19 @@ def bfloat16():
     return kind
 
 
+def packed(bits):
+    kind = h5py.h5t.STD_I16LE.copy()
+    kind.set_precision(bits)
+    return kind
+
+
+def truth():
+    kind = h5py.h5t.enum_create(h5py.h5t.STD_I32LE)
+    for value, name in enumerate((b"FALSE", b"TRUE")):
+        kind.enum_insert(name, value)
+    return kind
+
+
 def half_written(file, name):
     file.create_dataset(name, (ROWS,), "u1", chunks=(20,))[:60] = 1
 
@@ -350,11 +403,10 @@ BAD = {  # a data set, its values or what makes it, and what is named beside the
     "half the labels": ("y", half_written, "/y"),
     "unknown filter": ("x", created(U8, **UNKNOWN), "32767"),
     "bfloat16": ("x", created(bfloat16(), set_alloc_time=EARLY), "/x"),
-    "int8": ("x", (IMAGES // 2).astype("i1"), "[:].astype('float32')"),
-    "int32": ("x", IMAGES.astype("i4"), "[:].astype('float64')"),
-    "big endian": ("x", IMAGES.astype(">u2"), "[:].astype('uint16')"),
-    "big endian floats": ("x", IMAGES.astype(">f8"), "[:].astype('float64')"),
-    "truth": ("x", IMAGES > 99, "[:].astype('uint8')"),
+    "12 of 16 bits": ("x", created(packed(12), set_alloc_time=EARLY), "/x"),
+    "truth of 32 bits": ("x", created(truth(), set_alloc_time=EARLY), "bool of 4 bytes"),
+    "long floats": ("x", IMAGES.astype("g"), "[:].astype('float64')"),
+    "enumeration": ("x", IMAGES.astype(h5py.enum_dtype({"a": 0, "b": 1}, "u1")), "as uint8"),
     "complex": ("x", IMAGES * 1j, "hp.write_pack"),
     "fields": ("x", np.zeros((ROWS, 7, 5), [("r", "u1"), ("g", "u1")]), "hp.write_pack"),
     "text": ("x", np.array([b"abc"] * ROWS), "hp.write_pack"),
@@ -379,8 +431,7 @@ BAD = {  # a data set, its values or what makes it, and what is named beside the
     "two hot": ("y", changed(np.eye(CLASSES, dtype=bool)[LABELS], 5, True), "row 5"),
     "labels beyond int64": ("y", LABELS.astype("u8") + np.uint64(2**63), "/y"),
     "NaN image": ("x", changed(FLOATS, -1, np.nan), "/x[210]"),
-    "floats of 16 bits": ("x", FLOATS * 200, "--max-value 65535"),
-    "floats around 0": ("x", FLOATS - 99, "--max-value 1"),
+    "too large for float32": ("x", changed(FLOATS.astype("f8"), 0, 1e39), "/x[0]"),
     "class not trained on": ("y", np.repeat([0, 1], [210, 1]), "class 1"),
 }
 
@@ -472,13 +523,14 @@ def test_samples_that_are_not_finite_once_they_are_divided_are_described(
 
 @pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])
 @pytest.mark.parametrize("max_value", [None, 1.0, 2.0, 255.0, 65535.0])
-@pytest.mark.parametrize("dtype", ["u1", "u2", "f2", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["u1", "u2", ">u2", "?", "i1", "i2", "u4", "f2", "f4", "f8"])
 def test_one_divisor_for_each_type(tmp_path, dtype, max_value, chunks):
     """As the table of docs/data.md says; the result has no other scale than its network's file."""
     images = (IMAGES > 99).astype(dtype)
     pack = read(write(tmp_path / "a.h5", images, LABELS, chunks=chunks), max_value=max_value)
-    divisor = max_value or {"u1": 255.0, "u2": 65535.0}.get(dtype, 1.0)
-    assert pack.scale == (str(images.dtype), divisor, 0, 1, None)
+    divisor = max_value or {"u1": 255.0, "u2": 65535.0, ">u2": 65535.0}.get(dtype, 1.0)
+    name = images.dtype.name
+    assert pack.scale == (READ_AS.get(name, name), divisor, 0, 1, None)
     with hp.Split(pack, "train") as split:
         assert hp.read_samples(split, range(50)).max().item() == pytest.approx(1 / divisor)
 
@@ -491,9 +543,53 @@ def test_what_a_file_says_and_is_not_applied_is_noted(tmp_path):
         for split, images in {"train": IMAGES, "test": (IMAGES > 99).astype("u1")}.items():
             file[f"{split}/x"] = images
             file[f"{split}/y"] = LABELS
-    assert images_note(read(path)).endswith("; scale_factor of /x are not applied")
+    assert images_note(read(path)).endswith("; scale_factor of /x is not applied")
     note = images_note(read(path, "{split}/x", "{split}/y"))
     assert "test has uint8 values from 0 to 1, divided by 255, and train uint8 values" in note
+
+
+@pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])
+@pytest.mark.parametrize(("dtype", "nodata"), [("f4", np.nan), ("f8", -1e33), (">i2", -9999)])
+def test_values_that_are_no_data_are_no_fault(tmp_path, dtype, nodata, chunks):
+    """They have no part in the range of the images; an image of nothing else is named."""
+    images = (IMAGES / 2).astype(dtype)
+    images[::2, 3] = nodata
+    path = write(tmp_path / "a.h5", images, LABELS, chunks=chunks)
+    pack = read(path, nodata=nodata, split="1", block_rows=0)
+    assert 0 <= pack.scale.low < pack.scale.high <= 128
+    assert np.isnan(pack.scale.nodata) if np.isnan(nodata) else pack.scale.nodata == nodata
+    assert as_set(*everything(pack)) == as_set(images.astype(pack.dtype), LABELS)
+    with h5py.File(path, "r+") as file:
+        file["x"][7] = nodata
+    with hp.Split(pack, "train") as split:
+        bad = {}
+        out = np.empty((ROWS, *split.image_shape), split.dtype)
+        split.gather(np.arange(ROWS), out, bad=bad)
+    (text,) = bad.values()
+    assert "(/x[7]) holds no data" in text
+    with h5py.File(path, "r+") as file:
+        file["x"][0] = nodata
+    assert "/x[0] holds no data" in refusal(path, nodata=nodata)
+
+
+def test_fill_values_of_netcdf_are_proposed(tmp_path):
+    path = write(tmp_path / "a.h5", IMAGES.astype("f4"), LABELS)
+    with h5py.File(path, "a") as file:
+        file["x"].attrs["_FillValue"] = np.array([-9.96921e36], "f4")
+        file["x"].attrs["missing_value"] = np.float32(np.nan)
+    note = images_note(read(path))
+    assert "_FillValue of /x is not applied: --nodata=-9.9692" in note
+    assert "missing_value of /x is not applied: --nodata=nan" in note
+    value = float(note.partition("--nodata=")[2].partition(";")[0])
+    assert "_FillValue" not in images_note(read(path, nodata=value))
+    assert "missing_value of" in images_note(read(path, nodata=value))
+    assert "missing_value" not in images_note(read(path, nodata=np.nan))
+
+
+def test_a_number_that_a_type_cannot_hold_is_never_no_data(tmp_path):
+    for dtype, nodata in (("u1", -1.0), ("i2", np.nan), ("i4", 0.5), ("?", 2.0), ("f2", 1e30)):
+        path = write(tmp_path / "a.h5", IMAGES.astype(dtype), LABELS)
+        assert f"{np.dtype(dtype).name}, which has no such value" in refusal(path, nodata=nodata)
 
 
 def test_chunks_that_cannot_be_divided_are_named(tmp_path):

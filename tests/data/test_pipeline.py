@@ -151,3 +151,152 @@ def test_a_classifier_has_the_labels_as_targets():
     given = images(3).float(), torch.arange(3)
     inputs, targets = task_class("classify")().stage(*given, KEY)
     assert inputs is given[0] and targets is given[1]
+
+
+# Values that are no data, and images that are normalized each by itself
+
+STORED = ("u1", "u2", "i1", "i2", "i4", "i8", "f2", "f4", "f8")
+
+
+def stored_values(dtype, n=9, shape=(6, 5, 3), nodata=None):
+    """Stored images of a type, with a fifth of their values without data."""
+    random = np.random.default_rng(3)
+    values = random.integers(1, 120, (n, *shape))
+    if nodata is not None:
+        values = values.astype(dtype)
+        values[random.random(values.shape) < 0.2] = nodata
+    return values.astype(dtype)
+
+
+def by_image(values, missing):
+    """Each channel of each image by itself, the plain way, (n, H, W, C) float64."""
+    result = np.zeros(values.shape)
+    for image, hidden, out in zip(values.astype("f8"), missing, result, strict=True):
+        for channel in range(values.shape[3]):
+            there = ~hidden[..., channel]
+            shown = image[..., channel][there]
+            deviation = shown.std() if len(shown) else 0
+            if deviation:
+                out[there, channel] = (shown - shown.mean()) / deviation
+    return result
+
+
+def inputs_of(values, **settings):
+    """What the pipeline makes of stored values, (n, H, W, C) as float64."""
+    made = hp.Pipeline(**settings).inputs(torch.from_numpy(values), KEY)
+    return made.permute(0, 2, 3, 1).double().numpy()
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("dtype", STORED)
+def test_each_channel_of_each_image_is_normalized_by_itself(dtype, channels_last):
+    nodata = np.nan if dtype == "f4" else 7
+    values = stored_values(dtype, nodata=nodata)
+    values[2, :, :, 1] = 3  # a constant channel
+    values[3, :, :, 2] = nodata
+    missing = np.isnan(values) if dtype == "f4" else values == nodata
+    settings = {"normalization": "image", "nodata": nodata, "channels_last": channels_last}
+    found = inputs_of(values, **settings)
+    assert np.allclose(found, by_image(values, missing), rtol=1e-6, atol=1e-6)
+    assert (found[missing] == 0).all() and (found[2, :, :, 1] == 0).all()
+    exact = inputs_of(values, **settings, dtype=torch.float64)
+    assert np.allclose(exact, by_image(values, missing), rtol=1e-13, atol=1e-13)
+    without = inputs_of(np.nan_to_num(values), normalization="image")
+    plain = np.nan_to_num(values)
+    assert np.allclose(without, by_image(plain, np.zeros(plain.shape, bool)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "i8"])
+def test_an_image_normalized_by_itself_has_the_same_bits_in_any_batch(dtype):
+    """Also where a batch is computed in parts, and where sums of floats are rounded."""
+    random = np.random.default_rng(0)
+    values = (random.normal(size=(37, 61, 67, 3)) * 30 + 100).astype(dtype)
+    alone = np.concatenate([inputs_of(values[n : n + 1], normalization="image") for n in range(37)])
+    assert np.array_equal(inputs_of(values, normalization="image"), alone)
+    assert np.array_equal(inputs_of(values[5:20], normalization="image"), alone[5:20])
+
+
+def test_a_constant_channel_is_0_whatever_its_value():
+    """0.1 has no exact sum: mean and value must not differ by a rounding."""
+    values = np.full((2, 7, 11, 3), 0.1)
+    assert not inputs_of(values, normalization="image").any()
+    assert not inputs_of(values.astype("f4") * 1e30, normalization="image").any()
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("normalization", [None, SCALING])
+@pytest.mark.parametrize("transform", [None, lambda inputs, key: inputs.flip(3)])
+def test_values_without_data_are_0(dtype, normalization, transform):
+    """Also after a transform that moves them; all other values are as without `nodata`."""
+    nodata = np.nan if dtype == "f8" else 200 if dtype in ("u1", "u2") else -100
+    values = stored_values(dtype, nodata=nodata)
+    missing = np.isnan(values) if dtype == "f8" else values == nodata
+    settings = {"normalization": normalization, "transform": transform}
+    found = inputs_of(values, **settings, nodata=nodata)
+    plain = inputs_of(values, **settings)
+    if transform is not None:
+        missing = missing[:, :, ::-1]
+    assert missing.any() and (found[missing] == 0).all()
+    assert np.allclose(found[~missing], plain[~missing], rtol=1e-5, atol=1e-5)
+    if transform is None:
+        assert np.array_equal(found[~missing], plain[~missing])
+
+
+def test_a_transform_is_given_the_mean_in_place_of_values_without_data():
+    values = stored_values("u1", nodata=200)
+    seen = []
+
+    def look(inputs, key):
+        seen.append(inputs.permute(0, 2, 3, 1).numpy().copy())
+        return inputs
+
+    for normalization in (None, SCALING, "image"):
+        found = inputs_of(values, normalization=normalization, nodata=200, transform=look)
+        assert (found[values == 200] == 0).all()
+    assert (seen[0][values == 200] == 0).all()
+    for channel in range(3):
+        missing = values[..., channel] == 200
+        assert np.allclose(seen[1][..., channel][missing], SCALING[0][channel])
+        for image, hidden, shown in zip(values, missing, seen[2], strict=True):
+            mean = image[..., channel][~hidden].mean() / 255
+            assert np.allclose(shown[..., channel][hidden], mean)
+    plain = inputs_of(values, normalization="image", nodata=200)
+    assert np.allclose(plain, found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "nodata"), [("u2", 65535), ("i2", -5), ("f4", np.nan)])
+def test_a_shift_uncovers_values_without_data(dtype, nodata):
+    values = stored_values(dtype)
+    moves = {"augmentation": Augmentation(flip=False, shift=3)}
+    bordered = inputs_of(values, **moves)
+    found = inputs_of(values, **moves, nodata=nodata, normalization=SCALING)
+    assert (found[bordered == 0] == 0).all() and (bordered == 0).mean() > 0.2
+    normalized = inputs_of(values, **moves, normalization=SCALING)
+    assert np.array_equal(found[bordered != 0], normalized[bordered != 0])
+
+
+def test_no_type_is_compared_with_a_number_that_it_cannot_hold():
+    for dtype in STORED:
+        for nodata in (-1e30, 0.5, np.nan, 1e300):
+            values = stored_values(dtype)
+            assert np.array_equal(inputs_of(values, nodata=nodata), inputs_of(values))
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("dtype", ["i4", "i8", "f8"])
+def test_a_large_offset_does_not_cost_precision(dtype, channels_last):
+    """Mean and deviation are applied in float64 to values that float32 would round."""
+    base = 2**30
+    values = stored_values(dtype) + np.array(base, dtype)
+    scaling = ((base + 50.0,) * 3, (20.0,) * 3)
+    settings = {"channels_last": channels_last, "normalization": scaling}
+    found = hp.Pipeline(**settings).inputs(torch.from_numpy(values), divisor=1.0)
+    expected = (values.astype("f8") - base - 50) / 20
+    assert np.allclose(found.permute(0, 2, 3, 1).numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", "f2", "f8"])
+def test_all_types_are_moved_as_8_bits_are(dtype):
+    values = stored_values(dtype)
+    moved_bytes = inputs_of(values.astype("u1"), augmentation=FLIPS_AND_SHIFTS) * 255
+    assert np.allclose(inputs_of(values, augmentation=FLIPS_AND_SHIFTS), moved_bytes)
