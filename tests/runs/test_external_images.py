@@ -179,9 +179,19 @@ def test_mean_and_std_are_those_of_a_pack_of_the_same_rows(comm, settings, tmp_p
 def test_a_resumed_run_takes_mean_and_std_from_its_plan(comm, settings, monkeypatch):
     write(comm, settings, *draw(3, "i2"))
     settings |= {"epochs": 1, "normalize": "pack"}
-    before = plan_of(hp.train(**settings))["scaling"]
-    monkeypatch.delattr("hpctrain.training.network.measure_training_images")
+    counts = [0]
+    gather = hp.Split.gather
+
+    def count(split, indices, *rest, **how):
+        counts[-1] += len(indices)
+        return gather(split, indices, *rest, **how)
+
+    monkeypatch.setattr(hp.Split, "gather", count)
+    first = plan_of(hp.train(**settings))
+    before = first["scaling"]
+    counts.append(0)
     result = hp.train(**settings | {"epochs": 2})
+    assert counts[0] - counts[1] == first["rows"], "one pass less"
     assert plan_of(result)["scaling"] == before
     network = hp.load(result.folder)
     assert [network.metadata["mean"], network.metadata["std"]] == before
