@@ -131,6 +131,9 @@ def test_a_pack_of_an_earlier_version_is_refused_with_the_command_that_makes_it_
     change(path, "version", lambda _: 3)
     with pytest.raises(hp.UsageError, match=r"make it again, from its arrays, by hp\.write_pack"):
         hp.read_pack(path)
+    change(path, "provenance", lambda _: np.bytes_('{"styles": [], "seed": 3}'))
+    with pytest.raises(hp.UsageError, match="hpctrain pack digits --seed 3 --output"):
+        hp.read_pack(path)
 
 
 def test_bytes_may_be_read_at_their_offsets(of_folder):
