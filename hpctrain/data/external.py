@@ -347,9 +347,14 @@ def reshaped(data: h5py.Dataset, how: str) -> str:
     return f"file['new'] = file['{data.name}'][:]{how}"
 
 
-def read_all_labels(data: h5py.Dataset, samples: int) -> np.ndarray:
-    """Read all labels, (N,) int64, or strings as they are. Raises Unusable."""
-    locate_dataset(data, {})
+def read_all_labels(
+    data: h5py.Dataset, samples: int, sizes: dict[str, int] | None = None
+) -> np.ndarray:
+    """Read all labels, (N,) int64, or strings as they are. Raises Unusable.
+
+    The sizes of all files that hold them are added to `sizes`.
+    """
+    locate_dataset(data, {} if sizes is None else sizes)
     name = f"the labels {data.name}"
     if h5py.check_string_dtype(data.dtype):
         return read_names(data, samples)

@@ -116,20 +116,20 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.Content:
         is_sample = options.layout in ONE_SAMPLE
         layout = choose_layout(images, options.layout or "")
         stored = locate_dataset(images, sizes)
-        locate_dataset(labels, sizes)
+        if is_sample:
+            stored = stored._replace(shape=(1, *stored.shape), chunk_rows=0)
+        rows = stored.shape[0]
+        texts = read_all_labels(labels, rows, sizes)
         if [*sizes] != [path]:
             raise Unusable(
                 f"{images.name} or {labels.name} is stored in another file: a set is of files that"
                 " hold both"
             )
-        if is_sample:
-            stored = stored._replace(shape=(1, *stored.shape), chunk_rows=0)
-        rows = stored.shape[0]
-        texts = read_all_labels(labels, rows)
         kind = "strings" if texts.dtype.kind == "U" else "integers"
         if labels.size > rows:
             kind = f"one-hot of {labels.size // rows}"
-        unapplied = [attribute in images.attrs for attribute in CONVENTIONS]
+        attributes = images.attrs
+        unapplied = [attribute in attributes for attribute in CONVENTIONS]
         crc32 = probe_file(images, stored, path)
         for text in texts.tolist():
             crc32 = zlib.crc32(f"{text}\n".encode(), crc32)

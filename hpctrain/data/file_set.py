@@ -13,16 +13,19 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from hpctrain.cores import make_pool
 from hpctrain.data.stored import File, OffsetRows, RowReader, Stored
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.text import counted, listed_names
 
 MOST_OPEN = 128  # files at a time
+MANY = 16  # files that a thread opens and reads, one after another
+THREADS = 8  # of a rank: to open a file of a network file system takes a millisecond
 MOST_CACHED = 256 << 20  # bytes that HDF5 may cache of all files that are open
 LEAST_CACHED = MOST_CACHED // MOST_OPEN  # of one of them
 IDENTIFYING = 2  # columns of `FileSet.table`
@@ -157,23 +160,38 @@ class FileSetRows:
         self._most_open = MOST_OPEN
         if not files.offsets.all():
             self._most_open = max(1, min(MOST_OPEN, MOST_CACHED // self._cached))
+        self._threads = make_pool(THREADS, "files")  # starts none before it is used
         self._lock = threading.Lock()
         self._readers: OrderedDict[int, RowReader] = OrderedDict()  # idle, the oldest first
         self._modified = np.zeros(len(files.names), np.int64)  # when it was first opened here, ns
         self._is_closed = False
 
     def read(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
-        """Implement `RowReader`: file by file."""
-        for number, chosen in self._by_file(rows):
-            reader = self._take(number)
-            in_result = chosen if places is None else places[chosen]
-            try:
-                reader.read(rows[chosen] - self._files.starts[number], out, in_result)
-            finally:
-                self._put_back(number, reader)
+        """Implement `RowReader`: file by file, and many files by threads, each some of them."""
+
+        def read_files(chosen_of: Sequence[tuple[int, np.ndarray]]) -> None:
+            for number, chosen in chosen_of:
+                reader = self._take(number)
+                in_result = chosen if places is None else places[chosen]
+                try:
+                    reader.read(rows[chosen] - self._files.starts[number], out, in_result)
+                finally:
+                    self._put_back(number, reader)
+
+        by_file = self._by_file(rows)
+        if len(by_file) < MANY:
+            read_files(by_file)
+        else:
+            parts = [by_file[at : at + MANY] for at in range(0, len(by_file), MANY)]
+            for _ in self._threads.map(read_files, parts):
+                pass  # raises the error of the first file that has one
 
     def read_ahead(self, rows: np.ndarray) -> None:
-        for number, chosen in self._by_file(rows):
+        """Implement `RowReader`, unless `read` has threads that wait for the disk."""
+        by_file = self._by_file(rows)
+        if len(by_file) >= MANY:
+            return
+        for number, chosen in by_file:
             if not self._files.offsets[number]:
                 continue
             reader = self._take(number)
@@ -188,18 +206,19 @@ class FileSetRows:
             self._is_closed = True
             readers = [*self._readers.values()]
             self._readers.clear()
+        self._threads.shutdown(cancel_futures=True)
         for reader in readers:
             reader.close()
 
-    def _by_file(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the number of each file of which there are rows, and their places in `rows`."""
+    def _by_file(self, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Return the number of each file of which there are rows, and their places in `rows`."""
         if len(rows) == 0:
-            return
+            return []
         order = np.argsort(rows, kind="stable")
         numbers = self._files.files_of(rows[order])
         cuts = np.flatnonzero(np.diff(numbers)) + 1
         firsts = np.concatenate([[0], cuts])
-        yield from zip(numbers[firsts].tolist(), np.split(order, cuts), strict=True)
+        return [*zip(numbers[firsts].tolist(), np.split(order, cuts), strict=True)]
 
     def _take(self, number: int) -> RowReader:
         """Return the reader of a file, which is no other thread's until it is put back."""

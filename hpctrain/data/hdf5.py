@@ -50,15 +50,15 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
 
 def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     """Return the dataset of this path, which may be a link to another file. Raises Unusable."""
+    data = file.get(name)
+    if isinstance(data, h5py.Dataset):
+        return data
     for way in accumulate(name.strip("/").split("/"), "{}/{}".format):
         if way in file and file.get(way) is None:
             raise Unusable(f"{way} leads nowhere: {file.get(way, getlink=True)!r}")
-    data = file.get(name)
     if data is None:
         raise Unusable(f"there is no dataset {name!r}; it holds {listed(file)}")
-    if not isinstance(data, h5py.Dataset):
-        raise Unusable(f"{name} is not a dataset")
-    return data
+    raise Unusable(f"{name} is not a dataset")
 
 
 def locate_dataset(data: h5py.Dataset, sizes: dict[str, int]) -> Stored:

@@ -205,6 +205,11 @@ def test_at_most_128_files_are_open_and_none_at_the_end(tmp_path, storage):
         out = np.empty((200, *split.image_shape), split.dtype)
         split.gather(np.arange(200), out)
         assert 100 < open_files(tmp_path) <= 129  # and the first one
+        path = tmp_path / "set/123.h5"
+        path.unlink()
+        with pytest.raises(hp.RunError, match="123.h5"):  # of a thread
+            for _ in range(2):
+                split.gather(np.arange(200), out.copy())
     assert open_files(tmp_path) == 0
     assert np.array_equal(out, images[pack.splits["train"].rows])
 
@@ -480,10 +485,11 @@ def text(folder):
     (folder / "scans/a/002.h5").write_text("no HDF5")
 
 
-def virtual(folder):
+def linked(folder):
+    write(folder / "labels.h5", IMAGES[:17], LABELS[:17])
     with h5py.File(folder / "scans/a/002.h5", "r+") as file:
         del file["y"]
-        file["y"] = h5py.ExternalLink("../b/007.h5", "y")
+        file["y"] = h5py.ExternalLink("../../labels.h5", "y")
 
 
 def empty(folder):
@@ -510,7 +516,7 @@ BAD = {  # what happens to the set, what is named
     "a link": (a_link, "b/009.h5, which is the same file as a/002.h5"),
     "a broken link": (a_broken_link, "b/009.h5 cannot be opened: No such file"),
     "no HDF5": (text, "a/002.h5 is not a readable HDF5 file"),
-    "labels elsewhere": (virtual, "a/002.h5: /x or /y is stored in another file"),
+    "labels elsewhere": (linked, "a/002.h5: /x or /y is stored in another file"),
     "no rows": (empty, "a/002.h5: the images /x have shape (0, 7, 5, 3): they hold nothing"),
 }
 
