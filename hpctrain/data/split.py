@@ -90,7 +90,7 @@ class Split:
         self._threads: ThreadPoolExecutor | None = None  # decode JPEG files
         self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
         self._is_read_ahead = False  # whether `gather` asks the kernel for images before it reads
-        self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
+        self._seen = np.zeros(len(self), bool)  # read, and nothing was wrong
         files = info.files
         if files is None:
             self._file = File(info.path, pack.sizes[info.path])
@@ -170,12 +170,15 @@ class Split:
         rows = indices
         if self.info.rows is not None:
             rows = self.info.rows[indices].astype(np.int64)
-        if self._is_read_ahead and not self._seen[indices].all():
+        is_any_new = not self._seen[indices].all()
+        if self._is_read_ahead and is_any_new:
             self._images.read_ahead(rows)
         self._read_images(rows, out)
         unusable = self._compare(indices, out)
-        for place, why in find_unusable(out, self.divisor, self.nodata).items():
-            unusable[int(indices[place])] = why
+        if is_any_new:
+            for place, why in find_unusable(out, self.divisor, self.nodata).items():
+                unusable[int(indices[place])] = why
+            self._seen[[*unusable]] = False  # they are described whenever they are read
         return unusable
 
     @cached_property
