@@ -130,6 +130,9 @@ def make_pack(path: str, content: Content, options: ExternalOptions) -> Pack:
         ]
         if info.files is not None:
             identity.append(info.files.identity())
+            if pack.block_rows:  # splits, too, follow from chunks
+                bounds = info.files.block_bounds(pack.block_rows)
+                identity.append(zlib.crc32(as_bytes(bounds)))
         classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
         for name, rows in draw_splits(pack, split, classes, options).items():
             splits[name] = info._replace(

@@ -136,7 +136,7 @@ def index_files(
     index = join_contents(listing, contents)
     if path is None:
         return index, ""
-    is_settled = listing.modified + SETTLED < began
+    is_settled = np.abs(began - listing.modified) > SETTLED
     try:
         write_index(path, index._replace(modified=np.where(is_settled, listing.modified, 0)))
     except OSError as error:

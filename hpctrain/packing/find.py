@@ -40,6 +40,11 @@ def find_pack_path(data: str, cache_dir: str) -> Path:
     elif is_pattern(data):
         pass
     elif path.is_dir():
+        if any(path.glob("*.h5")):
+            pattern = shlex.quote(str(path / "*.h5"))
+            raise UsageError(
+                f"--data {data} is a folder: name HDF5 files in it by a pattern, --data {pattern}"
+            )
         raise UsageError(
             f"--data {data} is not a pack: run python -m hpctrain pack {shlex.quote(data)} first"
         )

@@ -403,6 +403,13 @@ def test_an_index_that_is_damaged_is_made_anew(tmp_path, opened, damage):
     assert ("the index of 8 files cannot be kept" in note) == (damage == "folder")
 
 
+def test_a_full_disk_keeps_no_index_and_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_FAULT", "index.written:full:1")
+    pack = read(write_set(tmp_path), block_rows=0, cache_dir=tmp_path / "cache")
+    assert "cannot be kept as" in images_note(pack) and "No space left" in images_note(pack)
+    assert [*(tmp_path / "cache").iterdir()] == []
+
+
 def test_the_identity_is_of_what_the_files_hold(tmp_path):
     pattern = write_set(tmp_path, storage=STORAGE["mixed"])
     first = read(pattern, block_rows=0)
@@ -418,6 +425,16 @@ def test_the_identity_is_of_what_the_files_hold(tmp_path):
         change(tmp_path / "copy/b/006.h5")
         others.append(read(tmp_path / "copy/*/*.h5", block_rows=0).uuid)
     assert len({first.uuid, *others}) == 3
+    shutil.rmtree(tmp_path / "copy")
+    shutil.copytree(tmp_path / "scans", tmp_path / "copy")
+    write(tmp_path / "copy/b/006.h5", IMAGES[63:127], LABELS[63:127], chunks=(8, *SHAPE))
+    found = read(tmp_path / "copy/*/*.h5", block_rows=0)
+    assert of_file(found, "b/006.h5") == of_file(first, "b/006.h5")
+    assert found.uuid != first.uuid  # other blocks, and so other splits
+
+
+def of_file(pack, name):
+    return pack.splits["train"].files.table()[name][:2]
 
 
 def relabel(path):

@@ -149,6 +149,7 @@ def test_evaluate_and_predict_read_the_set_of_the_training(whole, tmp_path):
 
 
 REFUSED = {
+    "--images x --labels y --data scans": "/scans/*.h5'",
     "--images x --labels y --data none*.h5": "none*.h5: no file matches",
     "--data scans/*.h5": "stands for HDF5 files that are no packs: it needs --images",
     "--images x --labels y --data scans/*.h5 --stage local": "--stage",
@@ -161,7 +162,7 @@ REFUSED = {
 def test_what_a_set_cannot_do_is_refused_in_one_line(base, tmp_path, words):
     folder = os.path.dirname(os.path.dirname(base["data"]))
     flags = ["--runs-dir", tmp_path / "runs", "--cache-dir", tmp_path / "cache", "--epochs", "1"]
-    given = [f"{folder}/{w}" if w.endswith(".h5") else w for w in words.split()]
+    given = [f"{folder}/{w}" if w.endswith(("h5", "scans")) else w for w in words.split()]
     ended = command(1, "train", *given, *flags)
     check_refused(ended, [REFUSED[words]])
 
