@@ -579,7 +579,6 @@ class ProbedImages(NamedTuple):
 
 def _probe_images(pack: Pack, info: SplitInfo) -> ProbedImages:
     """Read some images of a file. Raises UsageError if one cannot be used."""
-    where = f"{info.path}: {info.images.dataset}"
     scale = pack.scale
     try:
         with Split(replace(pack, splits={"train": info}), "train") as split:
@@ -589,7 +588,10 @@ def _probe_images(pack: Pack, info: SplitInfo) -> ProbedImages:
     unusable = find_unusable(stored, scale.divisor, scale.nodata)
     if unusable:
         place = min(unusable)
-        raise UsageError(f"{where}[{rows[place]}] {unusable[place]}")
+        where = f"{info.images.dataset}[{rows[place]}]"
+        if info.files is not None:
+            where = info.files.place_of(int(rows[place]), info.images.dataset)
+        raise UsageError(f"{info.path}: {where} {unusable[place]}")
     values = stored
     if scale.nodata is not None:
         values = stored[~is_nodata(stored, scale.nodata)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import zlib
+from collections import Counter
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,10 +18,9 @@ import numpy as np
 
 from hpctrain.data import file_index
 from hpctrain.data.external import (
-    CONVENTIONS,
-    FILL_VALUES,
     Content,
     choose_layout,
+    describe_attributes,
     make_pack,
     number_names,
     read_all_labels,
@@ -67,7 +67,7 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
             f"--images {options.images} has splits of its own, and those of a set of files are"
             " drawn: name datasets that each file has, and give --split"
         )
-    key = (options.images, options.labels, options.layout)
+    key = (options.images, options.labels, options.layout, str(options.nodata))
     read = partial(read_file_of_set, options=options)
     index, note = file_index.index_files(pattern, key, cache_dir, read)
     kind = index.kind
@@ -84,13 +84,8 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
         chunk_rows=int(files.chunk_rows.max()),
     )
     notes = [note] if note else []
-    for bit, attribute in enumerate(CONVENTIONS):
-        count = int(np.count_nonzero(index.unapplied >> bit & 1))
-        is_fill = attribute in FILL_VALUES
-        if count and not (is_fill and options.nodata is not None):
-            where = f"{kind.dataset} in {count:,} of {counted(len(files.names), 'file')}"
-            advice = ": --nodata leaves its value out" if is_fill else ""
-            notes.append(f"{attribute} of {where} is not applied{advice}")
+    for text, count in Counter(filter(None, index.notes.tolist())).items():
+        notes.append(f"{text} (in {count:,} of {counted(len(files.names), 'file')})")
     info = SplitInfo(
         path=pattern,
         samples=len(labels),
@@ -128,8 +123,7 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.Content:
         kind = "strings" if texts.dtype.kind == "U" else "integers"
         if labels.size > rows:
             kind = f"one-hot of {labels.size // rows}"
-        attributes = images.attrs
-        unapplied = [attribute in attributes for attribute in CONVENTIONS]
+        notes = describe_attributes(images, options.nodata) if len(images.attrs) else []
         crc32 = probe_file(images, stored, path)
         for text in texts.tolist():
             crc32 = zlib.crc32(f"{text}\n".encode(), crc32)
@@ -145,7 +139,7 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.Content:
             offset=stored.offset,
             chunk_rows=min(stored.chunk_rows, rows) if rows > 1 else 0,
             crc32=crc32,
-            unapplied=sum(is_there << bit for bit, is_there in enumerate(unapplied)),
+            notes="; ".join(notes),
             labels=texts,
         )
 

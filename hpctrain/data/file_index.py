@@ -54,7 +54,7 @@ class Content(NamedTuple):
     offset: int  # position of its first image; 0: read by HDF5
     chunk_rows: int  # rows of a chunk; 0 = no chunks that hold several
     crc32: int  # of a probe of the images and of all labels
-    unapplied: int  # attributes that would change values, as bits
+    notes: str  # for the user, on attributes that are not applied
     labels: np.ndarray  # (rows,) int64, or strings
 
 
@@ -78,7 +78,7 @@ class Index(NamedTuple):
     offsets: np.ndarray  # (F,) int64
     chunk_rows: np.ndarray  # (F,) int64
     crc32: np.ndarray  # (F,) uint32
-    unapplied: np.ndarray  # (F,) uint8
+    notes: np.ndarray  # (F,) strings
     labels: np.ndarray  # (N,) int64, or strings
 
     def file_set(self, folder: str, is_sample: bool) -> FileSet:
@@ -98,7 +98,7 @@ class Index(NamedTuple):
     def contents(self) -> list[Content]:
         """Return what each file holds."""
         firsts = np.cumsum(self.rows) - self.rows
-        columns = (firsts, self.rows, self.offsets, self.chunk_rows, self.crc32, self.unapplied)
+        columns = (firsts, self.rows, self.offsets, self.chunk_rows, self.crc32)
         numbers = np.stack(columns, axis=1).tolist()
         return [
             Content(
@@ -107,10 +107,12 @@ class Index(NamedTuple):
                 offset=offset,
                 chunk_rows=chunk_rows,
                 crc32=crc32,
-                unapplied=unapplied,
+                notes=notes,
                 labels=self.labels[first : first + rows],
             )
-            for first, rows, offset, chunk_rows, crc32, unapplied in numbers
+            for (first, rows, offset, chunk_rows, crc32), notes in zip(
+                numbers, self.notes.tolist(), strict=True
+            )
         ]
 
 
@@ -259,7 +261,7 @@ def join_contents(listing: Listing, contents: Sequence[Content]) -> Index:
         offsets=np.array([content.offset for content in contents]),
         chunk_rows=np.array([content.chunk_rows for content in contents]),
         crc32=np.array([content.crc32 for content in contents], np.uint32),
-        unapplied=np.array([content.unapplied for content in contents], np.uint8),
+        notes=np.array([content.notes for content in contents]),
         labels=np.concatenate([content.labels for content in contents]),
     )
 

@@ -180,7 +180,13 @@ def test_a_note_says_how_many_files_there_are(tmp_path):
         file["x"].attrs["scale_factor"] = 0.5
     note = images_note(read(pattern, block_rows=0))
     assert note.startswith("/x of 8 files is read as 138 images of 7 rows x 5 columns x 3 channels")
-    assert "scale_factor of /x in 1 of 8 files is not applied" in note
+    assert note.endswith("; scale_factor of /x is not applied (in 1 of 8 files)")
+    for number in (1, 5):
+        with h5py.File(tmp_path / f"scans/{'ab'[number > 3]}/{number:03}.h5", "a") as file:
+            file["x"].attrs["_FillValue"] = 255
+    note = images_note(read(pattern, block_rows=0, nodata=0.0))
+    assert "; _FillValue of /x is not applied: --nodata=255 (in 2 of 8 files)" in note
+    assert "_FillValue" not in images_note(read(pattern, block_rows=0, nodata=255.0))
 
 
 # Reading: a few files are open at a time
@@ -266,6 +272,9 @@ def test_a_sample_that_is_not_finite_is_described_by_its_file(tmp_path):
         split.gather(np.arange(len(split)), out, bad=bad)
     (text,) = bad.values()
     assert "(scans/a/003.h5:/x[7])" in text
+    images[-1] = np.nan
+    with pytest.raises(hp.UsageError, match=r"h5: scans/b/007.h5:/x\[10\] holds NaN"):
+        read(write_set(tmp_path, images=images), split="1", block_rows=0)
 
 
 # Blocks

@@ -46,7 +46,8 @@ def base(tmp_path_factory):
     files = {"data": str(folder / "scans/*.h5"), "runs_dir": str(folder / "runs")}
     files |= {"cache_dir": str(folder / "cache"), "images": "x", "labels": "y"}
     how = {"model": "digits", "epochs": 2, "batch_size": 32, "threads": 1, "progress": "none"}
-    return files | how | {"split": "0.6,0.2,0.2", "shards": 8, "deterministic": True}
+    how |= {"split": "0.6,0.2,0.2", "shards": 8, "deterministic": True}
+    return files | how | {"normalize": "pack"}
 
 
 @pytest.fixture(scope="module")
