@@ -210,15 +210,17 @@ def test_each_channel_of_each_image_is_normalized_by_itself(dtype, channels_last
 def test_an_image_normalized_by_itself_has_the_same_bits_in_any_batch(dtype):
     """Also where a batch is computed in parts, and where sums of floats are rounded."""
     random = np.random.default_rng(0)
-    values = (random.normal(size=(37, 61, 67, 3)) * 30 + 100).astype(dtype)
-    alone = np.concatenate([inputs_of(values[n : n + 1], normalization="image") for n in range(37)])
-    assert np.array_equal(inputs_of(values, normalization="image"), alone)
-    assert np.array_equal(inputs_of(values[5:20], normalization="image"), alone[5:20])
+    values = (random.normal(size=(37, 61, 67, 1)) * 30 + 100).astype(dtype)
+    settings = {"normalization": "image", "dtype": torch.float64}  # which shows the last bits
+    alone = np.concatenate([inputs_of(values[n : n + 1], **settings) for n in range(37)])
+    assert np.array_equal(inputs_of(values, **settings), alone)
+    assert np.array_equal(inputs_of(values[5:20], **settings), alone[5:20])
 
 
 def test_a_constant_channel_is_0_whatever_its_value():
-    """0.1 has no exact sum: mean and value must not differ by a rounding."""
-    values = np.full((2, 7, 11, 3), 0.1)
+    """They have no exact sum: mean and value must not differ by a rounding."""
+    values = np.ones((2, 7, 11, 3)) * np.random.default_rng(0).random((99, 2, 1, 1, 3))
+    values = values.reshape(-1, *values.shape[2:])
     assert not inputs_of(values, normalization="image").any()
     assert not inputs_of(values.astype("f4") * 1e30, normalization="image").any()
 
