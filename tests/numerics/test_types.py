@@ -9,30 +9,28 @@ from tests.support.api import train
 from tests.support.launches import check_same, launch
 from tests.support.short import ROWS, digest, images, records, short_run
 
-#: The type, the channels, what stored values are multiplied by, and the largest one.
+#: The type, the channels, what values are multiplied by, arguments of hp.write_pack, and settings.
 PACKS = {
-    "int16": (5, 13.0, 4095.0),
-    "float32": (13, 1 / 300, 1.0),
-    "uint16": (2, 256.0, None),
+    "int16": ("int16", 5, 13.0, {"max_value": 4095}, {}),
+    "float32": ("float32", 13, 1 / 300, {"max_value": 1}, {}),
+    "uint16": ("uint16", 2, 256.0, {}, {}),
+    "nodata": ("float32", 5, 13.0, {"nodata": -40 * 13}, {"normalize": "pack"}),
+    "images by themselves": ("int16", 3, 13.0, {"nodata": -40 * 13}, {"normalize": "image"}),
 }
 
 
-def write(folder, dtype):
+def write(folder, case):
     """Settings of a short run on a pack of this type, with bits that depend on nothing else."""
-    channels, factor, max_value = PACKS[dtype]
+    dtype, channels, factor, how, more = PACKS[case]
     settings = short_run(folder) | {"shards": 8, "deterministic": True, "batch_size": 32}
+    below = 0 if dtype == "uint16" else 40
     splits = {}
     for name, rows in ROWS.items():
         stored, labels = images(rows, (12, 12, channels), 10)
-        splits[name] = (
-            ((stored.astype("f8") - 40 * (dtype[0] != "u")) * factor).astype(dtype),
-            labels,
-        )
+        splits[name] = ((stored.astype("f8") - below) * factor).astype(dtype), labels
     names = [f"class{k}" for k in range(10)]
-    hp.write_pack(
-        settings["data"], splits, names, layout="NHWC", max_value=max_value, overwrite=True
-    )
-    return settings | {"flip": True, "shift": 2}
+    hp.write_pack(settings["data"], splits, names, layout="NHWC", overwrite=True, **how)
+    return settings | {"flip": True, "shift": 2} | more
 
 
 @pytest.fixture
@@ -65,10 +63,10 @@ def test_many_ranks_learn_the_bits_of_one(comm, settings):
     assert len({on_some(comm, size, settings) for size in (1, 5, 8)}) == 1
 
 
-@pytest.mark.parametrize("dtype", ["int16", "float32"])
-def test_a_run_that_is_interrupted_resumes_to_the_same_bits_on_other_ranks(tmp_path, dtype):
+@pytest.mark.parametrize("case", ["int16", "nodata"])
+def test_a_run_that_is_interrupted_resumes_to_the_same_bits_on_other_ranks(tmp_path, case):
     """Twice, in the middle of an epoch."""
-    settings = write(tmp_path, dtype)
+    settings = write(tmp_path, case)
     whole = settings | {"run": "whole"}
     assert launch(whole, 1).code == 0
     for size in (2, 3):
