@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from functools import wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import PIL
@@ -79,6 +80,8 @@ EMPTY_EXIF = 20  # bytes of EXIF metadata without a tag
 ORIENTATIONS = range(1, 9)  # defined by EXIF
 
 Background = Literal["white", "black"]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class BadImage(Exception):
@@ -86,7 +89,7 @@ class BadImage(Exception):
 
 
 class OtherKind(BadImage):
-    """The file has another type, or another number of channels, than the images beside it."""
+    """The file has another type, size or number of channels than the images beside it."""
 
 
 class Fit(NamedTuple):
@@ -236,13 +239,33 @@ def bad_images() -> Iterator[None]:
         yield
     except (BadImage, MemoryError):
         raise
-    except Image.UnidentifiedImageError as error:  # its text contains a memory address
-        raise BadImage("not an image of a known format") from error
     except Exception as error:
-        raise BadImage(first_line(error)) from error
+        raise as_bad_image(error) from error
 
 
-@bad_images()
+def as_bad_image(error: Exception) -> BadImage:
+    """Return the error to raise in place of one of Pillow, NumPy or tifffile."""
+    if isinstance(error, Image.UnidentifiedImageError):  # its text contains a memory address
+        return BadImage("not an image of a known format")
+    return BadImage(first_line(error))
+
+
+def raises_bad_image(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function whose errors are raised as by `bad_images`, which is slower."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (BadImage, MemoryError):
+            raise
+        except Exception as error:
+            raise as_bad_image(error) from error
+
+    return call
+
+
+@raises_bad_image
 def decode(data: bytes | Image.Image, fit: Fit) -> tuple[bytes, Changes]:
     """Decode an image file, or convert an image of Pillow, which is not changed, to the size and
     channels of `fit`: height x width x channels bytes, and what was changed. Raises BadImage.
@@ -253,12 +276,12 @@ def decode(data: bytes | Image.Image, fit: Fit) -> tuple[bytes, Changes]:
 
 
 def decode_opened(image: ImageFile, data: bytes, fit: Fit, changes: Changes) -> bytes:
-    """Decode likewise the image that `open_image` has opened in `data`."""
+    """Decode likewise an image of 8 bits that `open_image` has opened in `data`."""
     loaded, box = load_opened(image, data, changes, _reach(fit))
     return _fit_bytes(loaded, box, fit, changes)
 
 
-@bad_images()
+@raises_bad_image
 def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
     """Decode a JPEG file of a pack, which is upright, or a crop of it stretched to size, too."""
     image = Image.open(io.BytesIO(data), formats=("JPEG",))
@@ -277,7 +300,7 @@ def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
     return _resize(image, box, fit._replace(crop=False)).tobytes()
 
 
-@bad_images()
+@raises_bad_image
 def as_jpeg(data: bytes, background: Background = "white") -> tuple[bytes, Changes]:
     """Return an upright JPEG file, gray or YCbCr, of the same size: these bytes if they are one.
 
@@ -339,16 +362,17 @@ def _load(data: bytes | Image.Image, changes: Changes, reach: int = 0) -> tuple[
         if 0 in data.size:
             raise BadImage("it has no pixels")
         return data, (0, 0, *data.size)
-    return load_opened(open_image(data), data, changes, reach)
+    opened = open_image(data)
+    if is_deep(opened, data):
+        changes.kinds |= Change.SIXTEEN_BITS
+    return load_opened(opened, data, changes, reach)
 
 
 def load_opened(
     opened: ImageFile, data: bytes, changes: Changes, reach: int = 0
 ) -> tuple[Image.Image, Box]:
-    """Decode an opened image likewise."""
+    """Decode an opened image likewise; `changes` says whether Pillow reduces it to 8 bits."""
     inspect(opened, data, changes)
-    if is_deep(opened, data):
-        changes.kinds |= Change.SIXTEEN_BITS
     is_gray = raw_mode(opened) == GRAY_ALPHA_16
     canvas = 0, 0, *opened.size
     frame = opened.tile[0][1] if opened.format == "GIF" else canvas  # which the first one covers
@@ -405,7 +429,15 @@ def _compare(image: Image.Image, box: Box, fit: Fit, orientation: int, changes: 
 
 
 def compare_size(width: float, height: float, fit: Fit, changes: Changes) -> None:
-    """Note how the size of an upright image differs from that of `fit`."""
+    """Note how the size of an upright image differs from that of `fit`.
+
+    Raises OtherKind if it differs and `fit` is exact.
+    """
+    if fit.exact and (width, height) != (fit.width, fit.height):
+        raise OtherKind(
+            f"{width:g}x{height:g} pixels, not {fit.width}x{fit.height}, and resizing would change"
+            " values: give it in this size"
+        )
     wide = width * fit.height  # equal to `high` if the proportions are
     high = height * fit.width
     if abs(wide - high) > ASPECT_TOLERANCE * high:

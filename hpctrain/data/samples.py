@@ -69,8 +69,6 @@ def fit_samples(samples: Samples, fit: Fit, changes: Changes) -> np.ndarray:
         height, width = width, height
     fit = fit.of_size(width, height)
     compare_size(width, height, fit, changes)
-    if fit.exact and (width, height) != (fit.width, fit.height):
-        raise BadImage(other_size(width, height, fit))
     values = blend(samples._replace(values=values), fit, changes)
     values = choose_channels(values, samples.colours, fit, changes)
     size = (fit.height, fit.width) if orientation in SIDEWAYS else (fit.width, fit.height)
@@ -79,14 +77,6 @@ def fit_samples(samples: Samples, fit: Fit, changes: Changes) -> np.ndarray:
     if orientation != 1:
         changes.kinds |= Change.ORIENTATION
     return np.ascontiguousarray(turn(values, orientation))
-
-
-def other_size(width: int, height: int, fit: Fit) -> str:
-    """Return why an image of another size than that of `fit` is refused."""
-    return (
-        f"{width}x{height} pixels, not {fit.width}x{fit.height}, and resizing would change values:"
-        " give it in this size"
-    )
 
 
 def keep_type(values: np.ndarray) -> np.ndarray:

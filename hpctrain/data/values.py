@@ -16,6 +16,7 @@ range of their values. Values that grow towards black (WhiteIsZero) are inverted
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from PIL.ImageFile import ImageFile
 from hpctrain.data.formats import (
     DEEP_TRANSPARENCY,
     PLANAR,
+    REVERSED,
     SIGNED,
     TIFF_START,
     TiffOnly,
@@ -44,24 +46,24 @@ from hpctrain.data.formats import (
 )
 from hpctrain.data.images import (
     GRAY_ALPHA_16,
+    ORIENTATIONS,
     SIDEWAYS,
     BadImage,
     Changes,
     Fit,
     OtherKind,
-    bad_images,
     decode,
     decode_opened,
     has_colour,
     inspect,
     orientation_of,
+    raises_bad_image,
 )
 from hpctrain.data.samples import (
     WIDENED,
     Samples,
     channel_count,
     fit_samples,
-    other_size,
 )
 from hpctrain.data.tiff import invert, open_tiff
 
@@ -93,7 +95,7 @@ class Contents(NamedTuple):
     image: Any = None  # of Pillow
 
 
-@bad_images()
+@raises_bad_image
 def decode_stored(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Changes]:
     """Decode an image file, or convert an image of Pillow, which is not changed.
 
@@ -108,7 +110,7 @@ def decode_stored(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Chan
     return decode_contents(open_contents(data, fit), data, fit)
 
 
-@bad_images()
+@raises_bad_image
 def decode_reduced(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Changes]:
     """Decode likewise, but to bytes: more than 8 bits are reduced to 8, as `images.decode` does it.
 
@@ -130,13 +132,11 @@ def decode_contents(
     if contents.read is not None:
         return fit_samples(contents.read(changes), fit, changes), changes
     image = contents.image
-    if fit.exact or not fit.width or fit.channels not in (1, 3):
+    if not fit.width or fit.channels not in (1, 3):
         width, height, channels, _ = contents.header()
         fit = fit.of_size(width, height)._replace(channels=fit.channels or channels)
         if fit.channels not in (1, 3):
             raise OtherKind(f"{channels} channels, not {fit.channels:,}")
-        if fit.exact and (width, height) != (fit.width, fit.height):
-            raise BadImage(other_size(width, height, fit))
         if not isinstance(data, Image.Image):
             image = open_image(data)  # reading the header may have decoded it
     if isinstance(data, Image.Image):
@@ -147,7 +147,7 @@ def decode_contents(
     return values.reshape(fit.height, fit.width, fit.channels), changes
 
 
-@bad_images()
+@raises_bad_image
 def read_header(data: bytes, fit: Fit) -> Header:
     """Return size, channels and type of an image file, decoding no more than a palette.
 
@@ -286,12 +286,28 @@ def refuse_avif(image: Any, data: bytes, changes: Changes) -> Samples:
 def read_gray(image: Any, data: bytes, changes: Changes) -> Samples:
     """Read gray values of more than 8 bits that Pillow keeps."""
     dtype = stored_type(image, data)
+    tags = tiff_tags(image)
+    orientation = tags.get(Tag.Orientation, 1)
+    inspect(image, data, changes)
+    values = read_strips(image, data, dtype)
+    if values is None:
+        values, orientation = load_gray(image, data, dtype, changes)
+    if has_white_at_zero(image):
+        values = invert(values, max(tags.get(Tag.BitsPerSample, (16,))))
+    transparent = image.info.get("transparency")
+    return Samples(
+        values=values,
+        colours=1,
+        orientation=orientation if orientation in ORIENTATIONS else 1,
+        transparent=(transparent,) if isinstance(transparent, int) else None,
+    )
+
+
+def load_gray(image: Any, data: bytes, dtype: str, changes: Changes) -> tuple[np.ndarray, int]:
+    """Return gray values (H, W, 1) as Pillow decodes them, and the orientation that they have."""
     shift = unused_bits(image, data)
-    bits = max(tiff_tags(image).get(Tag.BitsPerSample, (16,)))
-    is_inverted = has_white_at_zero(image)
     is_tiff = image.format == "TIFF"
     if data:
-        inspect(image, data, changes)
         image, _ = load_whole(image, data)
     values = np.asarray(image)
     if dtype == "uint32":
@@ -299,15 +315,30 @@ def read_gray(image: Any, data: bytes, changes: Changes) -> Samples:
     values = values.astype(dtype)
     if shift:
         values >>= shift
-    if is_inverted:
-        values = invert(values, bits)
-    transparent = image.info.get("transparency")
-    return Samples(
-        values=values[..., None],
-        colours=1,
-        orientation=1 if is_tiff else orientation_of(image, changes),  # Pillow turns a TIFF
-        transparent=(transparent,) if isinstance(transparent, int) else None,
-    )
+    if is_tiff:
+        return values[..., None], 1  # Pillow has turned it
+    return values[..., None], orientation_of(image, changes)
+
+
+def read_strips(image: Any, data: bytes, dtype: str) -> np.ndarray | None:
+    """Return the values (H, W, C) of a TIFF that stores them as they are, one after the other.
+
+    It is None for others. The result is a view of `data`.
+    """
+    tags = tiff_tags(image)
+    offsets = tags.get(Tag.StripOffsets)
+    is_plain = tags.get(Tag.Compression, 1) == 1 and tags.get(Tag.FillOrder) != REVERSED
+    if not offsets or not is_plain:
+        return None
+    sizes = tags.get(Tag.StripByteCounts, ())
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    shape = tags[Tag.ImageLength], tags[Tag.ImageWidth], tags.get(Tag.SamplesPerPixel, 1)
+    stored = np.dtype(dtype).newbyteorder("<" if data.startswith(b"I") else ">")
+    size = math.prod(shape) * stored.itemsize
+    has_all = ends[-1] - offsets[0] == size and ends[-1] <= len(data)
+    if not has_all or [*offsets[1:]] != ends[:-1]:
+        return None
+    return np.frombuffer(data, stored, math.prod(shape), offsets[0]).reshape(shape)
 
 
 def unused_bits(image: Image.Image, data: bytes) -> int:
@@ -329,6 +360,14 @@ def read_colours(image: Any, data: bytes, changes: Changes) -> Samples:
     raw = raw_mode(image)
     transparent = image.info.get(DEEP_TRANSPARENCY)
     inspect(image, data, changes)
+    values = read_strips(image, data, "uint16")
+    if values is not None:
+        orientation = tiff_tags(image).get(Tag.Orientation, 1)
+        return Samples(
+            values=values,
+            colours=3,
+            orientation=orientation if orientation in ORIENTATIONS else 1,
+        )
     is_tiff = image.format == "TIFF"
     other = open_image(data)
     alpha = ALPHA if image.mode == "RGBA" else 0

@@ -34,6 +34,7 @@ class Kind(NamedTuple):
     dtype: str  # of stored values
     is_reduced: bool = False  # values of more than 8 bits are reduced to 8
     is_tiled: bool = False
+    is_gray: bool = False  # no image is in colour, so none is converted to gray
     nodata: float | None = None
     max_value: float | None = None
 
@@ -41,6 +42,11 @@ class Kind(NamedTuple):
     def shape(self) -> tuple[int, int, int]:
         """The shape (H, W, C) of a sample."""
         return self.fit.height, self.fit.width, self.fit.channels
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether files of 8 bits may be among others: no option is a value of 16 bits."""
+        return self.dtype == "uint16" and self.max_value is None and self.nodata is None
 
     @property
     def of_file(self) -> Fit:
@@ -99,19 +105,21 @@ def decode_images(
     done = Decoded(len(slices), kind)
     convert = partial(decode_values, kind=kind) if path else partial(encode_file, kind=kind)
     values = np.zeros((len(slices), *kind.shape), kind.dtype)
+    stored = values.data.cast("B")
+    size = len(stored) // len(slices)
     for row, converted in enumerate(read_files(slices, convert)):
         if isinstance(converted, BadImage):
             done.bad.append((row, converted))
             continue
-        file, image, changes = converted
+        encoded, image, changes = converted
         values[row] = image
-        stored = values[row].data.cast("B") if path else file
-        done.crc32[row] = checksum(stored, labels[row])
-        done.sizes[row] = len(stored)
+        file = stored[row * size : (row + 1) * size] if path else encoded
+        done.crc32[row] = checksum(file, labels[row])
+        done.sizes[row] = len(file)
         done.add(slice(row, row + 1), changes)
     if path:
         with open(path, "r+b", buffering=0) as output:
-            write_at(output.fileno(), values.data.cast("B"), offset)
+            write_at(output.fileno(), stored, offset)
     done.measure(values, kind)
     return done
 
@@ -162,17 +170,26 @@ def decode_values(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
 
     Raises BadImage, OtherKind for a type that the pack does not have.
     """
-    decode_file = decode_reduced if kind.is_reduced else decode_stored
-    values, changes = decode_file(data, kind.of_file)
-    if values.dtype == np.uint8 and kind.dtype == "uint16":
+    if kind.is_reduced:
+        values, changes = decode_reduced(data, kind.of_file)
+    else:
+        values, changes = decode_stored(data, kind.of_file)
+    check_channels(changes, kind)
+    if values.dtype != kind.dtype:
+        if not kind.takes_bytes or values.dtype != np.uint8:
+            raise OtherKind(f"{values.dtype} values, not {kind.dtype}")
         changes.kinds |= Change.BYTES_TO_16_BITS
         values = values.astype(np.uint16) * BYTES_TO_16_BITS
-    if values.dtype.name != kind.dtype:
-        raise OtherKind(f"{values.dtype} values, not {kind.dtype}")
     check_finite(values, kind)
     if not kind.is_tiled and is_empty(values, kind):
         raise EmptyImage("all its values are nodata")
     return b"", values, changes
+
+
+def check_channels(changes: Changes, kind: Kind) -> None:
+    """Raise OtherKind for a picture in colour if all others are gray."""
+    if kind.is_gray and changes.kinds & Change.COLOUR_TO_GRAY:
+        raise OtherKind("in colour, and others are gray")
 
 
 def encode_file(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
@@ -185,6 +202,7 @@ def encode_file(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
         raise OtherKind("more than 8 bits")
     pixels, changes = decode(file, kind.fit)
     changes.add(encoded)
+    check_channels(changes, kind)
     return file, np.frombuffer(pixels, np.uint8).reshape(kind.shape), changes
 
 

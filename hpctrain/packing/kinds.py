@@ -1,8 +1,8 @@
 """Choose what all images of a pack have in common: size, number of channels and type.
 
-They follow from the options and from the headers of the files. As few headers are read as
-necessary: where the first one decides, the others are compared when they are decoded
-(`images.OtherKind`), and only if one differs are all headers read.
+They follow from the options and from the header of the first file. The others are compared when
+they are decoded (`images.OtherKind`): only if one differs, or if files are cut into tiles, are all
+headers read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hpctrain.text import brief
 
 FLOWERS_SIZE = Size("100x100")
 IMAGES_PER_TASK = 64  # of a task that reads; one that decodes has fewer
+FIRST_IMAGES = 4  # likewise, where the first header decides
 COLOUR = 3  # channels
 
 
@@ -79,7 +80,7 @@ def check_options(config: PackConfig) -> None:
 def choose_kind(
     config: PackConfig, source: Source, run_tasks: RunTasks, is_final: bool = False
 ) -> Choice:
-    """Return the size, channels and type of the pack; with `is_final`, by the headers of all files.
+    """Return the size, channels and type of the pack by the first header, or if `is_final` by all.
 
     Without --size, all images must have the size of the first readable one; without --channels,
     there are 3 if any image has colour, or as many as all have. Raises UsageError.
@@ -87,7 +88,7 @@ def choose_kind(
     check_options(config)
     size = requested_size(config)
     is_exact = not size and not config.tiles
-    reads_all = is_exact or config.tiles is not None or is_final
+    is_final = is_final or config.tiles is not None
     width, height = size or (0, 0)
     fit = Fit(
         width=width,
@@ -95,7 +96,7 @@ def choose_kind(
         channels=config.channels or 0,
         crop=config.crop,
         background=config.background,
-        exact=config.nodata is not None,
+        exact=is_exact or config.nodata is not None,
         pages=config.pages is not None,
     )
     first = ""  # name of the image that gives the size
@@ -104,7 +105,12 @@ def choose_kind(
     headers: list[Header | BadImage] = []
     rows = np.arange(len(source.names))
     reading = read_source(
-        source, rows, run_tasks, workers.apply_to_files, partial(read_header, fit=fit)
+        source,
+        rows,
+        run_tasks,
+        workers.apply_to_files,
+        partial(read_header, fit=fit),
+        step=IMAGES_PER_TASK if is_final else FIRST_IMAGES,
     )
     with closing(reading) as results:
         for name, header in zip(source.names, results, strict=True):
@@ -125,7 +131,7 @@ def choose_kind(
                 )
             types.add(header.dtype, name)
             channels.add(header.channels, name)
-            if not reads_all and (config.channels or header.channels != 1):
+            if not is_final:
                 break
     if first:
         fit = fit._replace(channels=config.channels or choose_channels(config, source, channels))
@@ -137,6 +143,7 @@ def choose_kind(
             dtype=choose_type(config, source, types),
             is_reduced=config.dtype == "uint8",
             is_tiled=config.tiles is not None,
+            is_gray=config.channels is None and fit.channels == 1,
             nodata=config.nodata,
             max_value=config.max_value,
         ),
@@ -210,9 +217,10 @@ def read_source(
     run_tasks: RunTasks,
     function: Callable[..., list[Any]],
     *options: Any,
+    step: int = IMAGES_PER_TASK,
 ) -> Generator[Any]:
-    """Yield the results of a function of slices for these images."""
-    starts = range(0, len(rows), IMAGES_PER_TASK)
-    tasks = ((source.slices(rows[at : at + IMAGES_PER_TASK]), *options) for at in starts)
+    """Yield the results of a function of slices for these images, `step` of them a task."""
+    starts = range(0, len(rows), step)
+    tasks = ((source.slices(rows[at : at + step]), *options) for at in starts)
     for results in run_tasks("reading", function, tasks, len(rows)):
         yield from results

@@ -62,7 +62,7 @@ from hpctrain.packing.decoding import (
     write_files,
 )
 from hpctrain.packing.digits import generate
-from hpctrain.packing.kinds import choose_kind, read_source, requested_size
+from hpctrain.packing.kinds import Choice, choose_kind, read_source, requested_size
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.tiles import cut_source
 from hpctrain.packing.workers import RunTasks
@@ -210,7 +210,7 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
                     return write_images(
                         config,
                         source=source,
-                        kind=choice.kind,
+                        choice=choice,
                         run_tasks=run_tasks,
                         jobs=jobs,
                         output=output,
@@ -390,15 +390,17 @@ def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def write_images(
     config: PackConfig,
     source: Source,
-    kind: Kind,
+    choice: Choice,
     run_tasks: RunTasks,
     jobs: int,
     output: Path,
 ) -> None:
     """Assign all images to splits, decode them and write the pack.
 
-    Raises UsageError if a split or a class has no image, and BadFiles if some cannot be read.
+    Raises UsageError if a split or a class has no image, and BadFiles if some cannot be read: soon
+    after the first image of another kind, if those of all images were not compared before.
     """
+    kind = choice.kind
     rows_of = assign_rows(source, config)
     order = np.concatenate([*rows_of.values()])
     counts = {name: len(rows) for name, rows in rows_of.items()}
@@ -428,6 +430,8 @@ def write_images(
     def tasks(writer: PackWriter | None) -> Iterator[tuple[Any, ...]]:
         """Yield the arguments of the task of each part."""
         for part in parts:
+            if changed.has_other_kinds and not choice.is_final:
+                return
             task: tuple[Any, ...] = (source.slices(order[part]), labels[part].tolist(), kind)
             if writer:
                 task = (*task, file.name, int(writer.places[part[0]]))
@@ -444,14 +448,14 @@ def write_images(
             decoded = run_tasks("cutting", decode_tiles, cutting, source.count_files())
         else:
             decoded = run_tasks("decoding", decode_images, tasks(writer), count)
-        for part, done in zip(parts, decoded, strict=True):
+        for part, done in zip(parts, decoded, strict=False):
             crc32[part] = done.crc32
             sizes[part] = done.sizes
             changed.add(part, done)
             if part[0] < counts["train"]:  # which comes first
                 statistics.merge(done.statistics)
             bad |= bad_rows(source, order[part], done)
-        if any(isinstance(why, OtherKind) for why in bad.values()):
+        if changed.has_other_kinds:
             raise OtherKinds(bad)
         if bad:
             raise BadFiles(bad)
@@ -558,6 +562,7 @@ class PackChanges:
         self.frames = 0  # of the files that hold several
         self.beyond = 0  # values beyond --max-value
         self.images_beyond = 0
+        self.has_other_kinds = False  # whether an image differs from the first one
 
     def add(self, part: np.ndarray, done: Decoded) -> None:
         """Add what was changed in the images of these places (n,)."""
@@ -567,6 +572,7 @@ class PackChanges:
         self.frames += done.frames
         self.beyond += done.beyond
         self.images_beyond += done.images_beyond
+        self.has_other_kinds |= any(isinstance(why, OtherKind) for _, why in done.bad)
 
     def count(self, change: Change) -> int:
         """Return the number of images that were changed in this way."""
