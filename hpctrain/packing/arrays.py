@@ -343,6 +343,11 @@ def _open_array(name: str, images: Any, layout: str | None) -> SplitImages:
         if unused:
             _note(f"{name}: {listed(unused)} of {images.name} are not applied")
     step = max(1, SLAB_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
+    source = getattr(images, "filename", None)  # of a memory map
+    if isinstance(images, h5py.Dataset):
+        source = f"{images.file.filename}: {images.name}"
+    if source:
+        name += f", {source}"
 
     def slabs() -> Iterator[np.ndarray]:
         for start in range(0, len(images), step):

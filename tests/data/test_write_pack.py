@@ -290,6 +290,13 @@ def test_values_that_are_not_finite_are_refused_with_their_row(tmp_path, value, 
     with pytest.raises(hp.UsageError, match=said):
         write(tmp_path / "a.h5", images, nodata=nodata)
     assert [*tmp_path.iterdir()] == []
+    np.save(tmp_path / "x.npy", images)
+    with pytest.raises(hp.UsageError, match=r"images of train, .*x\.npy\[4\] holds"):
+        write(tmp_path / "a.h5", np.load(tmp_path / "x.npy", mmap_mode="r"), nodata=nodata)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["g/x"] = images
+        with pytest.raises(hp.UsageError, match=r"images of train, .*x\.h5: /g/x\[4\] holds"):
+            write(tmp_path / "a.h5", file["g/x"], nodata=nodata)
 
 
 @pytest.mark.parametrize(
