@@ -263,10 +263,10 @@ class Scale(NamedTuple):
             return self.is_converted and self.is_bright and dtype in ("uint8", *FLOATS)
         if dtype in FLOATS:
             return True
-        # Integers are stored values if no smaller type has room for those of the training: in
-        # pictures of 8 and 16 bits, values may be scaled to the range of the type.
+        # Unsigned integers are stored values if no smaller type has room for those of the training:
+        # in pictures of 8 and 16 bits, values may be scaled to the range of the type.
+        smaller = {"uint8": FULL["uint8"] / 2, "uint16": FULL["uint8"]}.get(dtype, 0)
         limits = np.iinfo(dtype)
-        smaller = {8: limits.max / 2, 16: limits.max >> 8}.get(limits.bits, 0)
         return limits.min <= self.low and smaller < self.extreme <= limits.max
 
     @property

@@ -25,7 +25,7 @@ from hpctrain.config.functions import source_files
 from hpctrain.cores import check_threads
 from hpctrain.data.file_set import is_pattern
 from hpctrain.data.pack import ExternalOptions, Pack, is_pack, read_pack
-from hpctrain.data.scale import Scale, unit_values
+from hpctrain.data.scale import Scale, is_nodata, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
@@ -376,8 +376,8 @@ def as_pictures(images: np.ndarray, divisor: float, scale: Scale) -> tuple[np.nd
     the title of these.
 
     Of 2 channels the first is drawn, of more than 3 the first three. Where the network was not
-    trained on bytes, black and white are the smallest and the largest value of its training. The
-    title says both.
+    trained on bytes, black and white are the smallest and the largest value of its training, and
+    places without data are black. The title says what is drawn.
     """
     channels = images.shape[3]
     parts = list[str]()
@@ -392,8 +392,10 @@ def as_pictures(images: np.ndarray, divisor: float, scale: Scale) -> tuple[np.nd
     parts.append(f"{scale.dtype} values from {scale.low:,g} (black) to {scale.high:,g} (white)")
     low = scale.low / scale.divisor
     extent = (scale.high - scale.low) / scale.divisor or 1.0
-    values = (images / np.float64(divisor) - low) / extent
-    return np.nan_to_num(values, nan=0.0).clip(0, 1), ", ".join(parts)
+    values = ((images / np.float64(divisor) - low) / extent).clip(0, 1)
+    if scale.nodata is not None:
+        values[is_nodata(images, scale.nodata)] = 0
+    return values, ", ".join(parts)
 
 
 def picture_path(output: str | None, default: Path) -> Path:

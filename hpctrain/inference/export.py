@@ -4,8 +4,8 @@
 
 The network computes in float32 (or in its own dtype, if that is another), on any number of images
 at a time. Classifiers give scores, of which softmax makes the probabilities of ``predict``. With
---preprocess the input is images (N, H, W, C) as the training had them: of their size and type (any
-floats as float32), with the stored values.
+--preprocess the input is images (N, H, W, C) as the training had them: of their size and type
+(float16 as float32), with the stored values.
 
 Before the file gets its name, it is read back and run on images of random values. Its output must
 be that of the network in torch.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -27,7 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.config import ExportConfig
-from hpctrain.data.scale import FULL, Scale
+from hpctrain.data.pipeline import Pipeline
+from hpctrain.data.scale import WIDE, Scale
+from hpctrain.data.standardize import image_statistics, is_nodata, standardize
 from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.files import whole_file, writing
 from hpctrain.inference.network import find_model
@@ -38,36 +41,68 @@ from hpctrain.text import say
 
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
 OF_NETWORK = ("hpctrain", "model", "task", "image_shape", "classes", "run", "step")
-KEPT = (*OF_NETWORK, "mean", "std", "scale")
+KEPT = (*OF_NETWORK, "mean", "std", "normalization", "scale")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
 TOLERANCE = 1e-4  # relative to the largest output, or to 1 if that is smaller
 
 
 class Preprocess(nn.Module):
-    """Scales stored images (N, H, W, C) to a network's input, as ``data.pipeline``."""
+    """Makes a network's input of stored images (N, H, W, C), as a `Pipeline` does it."""
 
-    def __init__(
-        self, normalization: tuple[list[float], list[float]], divisor: float, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, scale: Scale) -> None:
+        """Take the pipeline of a network, and the scale of its images."""
         super().__init__()
-        mean, std = (torch.tensor(values).double() for values in normalization)
-        self.scale = nn.Buffer((1 / (divisor * std)).to(dtype))
-        self.offset = nn.Buffer((-mean / std).to(dtype))
+        self.dtype = pipeline.dtype
+        self.is_by_image = pipeline.is_by_image
+        self.nodata = scale.nodata
+        if self.nodata is not None:
+            stored = np.dtype(scale.dtype).type(self.nodata)
+            self.nodata = input_type(scale).type(stored).item()
+        is_wide = scale.dtype in WIDE
+        self.arithmetic = torch.float32
+        if self.is_by_image or is_wide or pipeline.dtype == torch.float64:
+            self.arithmetic = torch.float64
+        normalization = pipeline.normalization
+        if self.is_by_image or not normalization:
+            normalization = [0.0], [1.0]
+        rounded = torch.float64 if is_wide else torch.float32
+        mean, std = (torch.as_tensor(values, dtype=rounded).double() for values in normalization)
+        self.factor = nn.Buffer((1 / (scale.divisor * std)).to(self.arithmetic))
+        self.offset = nn.Buffer((-mean / std).to(self.arithmetic))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the input (N, C, H, W)."""
-        scaled = images.to(self.scale.dtype) * self.scale + self.offset
-        return scaled.permute(0, 3, 1, 2)
+        stored = images.to(self.arithmetic)
+        if self.is_by_image:
+            mean, std = image_statistics(stored, self.nodata)
+            inputs = standardize(stored, mean, std, self.nodata)
+        else:
+            inputs = stored * self.factor + self.offset
+            if self.nodata is not None:
+                inputs = inputs.masked_fill(is_nodata(stored, self.nodata), 0)
+        return inputs.to(self.dtype).permute(0, 3, 1, 2)
+
+
+def input_type(scale: Scale) -> np.dtype:
+    """Return the type of images that an exported network takes: float16 as float32."""
+    if scale.is_integer:
+        return np.dtype(scale.dtype)
+    return np.result_type(scale.dtype, np.float32)
 
 
 def draw_images(scale: Scale, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return random images (N, H, W, C) as they are stored, in the range of the training."""
-    if scale.dtype not in FULL:
-        spread = torch.rand(shape, generator=generator) * (scale.high - scale.low)
-        return spread + scale.low
-    values = torch.randint(int(scale.high) + 1, shape, generator=generator)
-    return values.to(getattr(torch, scale.dtype))
+    """Return random images (N, H, W, C) as they are stored, in the range of the training.
+
+    A pixel of each has no data, if the training left out such values.
+    """
+    if scale.is_integer:
+        values = torch.randint(int(scale.low), int(scale.high) + 1, shape, generator=generator)
+    else:
+        values = torch.rand(shape, generator=generator) * (scale.high - scale.low) + scale.low
+    if scale.nodata is not None:
+        values[:, 0, 0] = values.new_tensor(scale.nodata)
+    return torch.from_numpy(values.numpy().astype(scale.dtype))
 
 
 @torch.no_grad()
@@ -86,14 +121,13 @@ def main(config: ExportConfig) -> int:
     logging.disable(logging.WARNING)  # torch's exporter warns a lot
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
-            metadata = {key: network.metadata[key] for key in KEPT}
+            metadata = {key: network.metadata.get(key) for key in KEPT}
+            metadata["scale"] = {**network.scale._asdict(), "nodata": nodata_text(network.scale)}
             metadata |= {"preprocess": config.preprocess, "output": network.inference.task.output}
             expected = network_output(model, inputs, "fp32")
             if config.preprocess:
-                normalization = metadata["mean"] or [0.0], metadata["std"] or [1.0]
-                preprocess = Preprocess(normalization, network.scale.divisor, inputs.dtype)
-                model = nn.Sequential(preprocess, model)
-                inputs = images
+                model = nn.Sequential(Preprocess(pipeline, network.scale), model)
+                inputs = torch.from_numpy(images.numpy().astype(input_type(network.scale)))
             model.eval().requires_grad_(False)
             write_file(file, output.suffix, model, inputs[: fixed or 2], bool(fixed), metadata)
             size = file.seek(0, os.SEEK_END)
@@ -115,6 +149,13 @@ def main(config: ExportConfig) -> int:
         f"  differs from torch by at most {difference:.2g} on {len(images)} images of random values"
     )
     return 0
+
+
+def nodata_text(scale: Scale) -> float | str | None:
+    """Return what is no data as JSON can hold it: NaN as "nan"."""
+    if scale.nodata is not None and math.isnan(scale.nodata):
+        return "nan"
+    return scale.nodata
 
 
 def describe(batch: Tensor, fixed: int | None) -> str:

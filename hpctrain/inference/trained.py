@@ -375,7 +375,7 @@ class Images:
         if not self._scale.is_bytes:
             return self._scale.as_stored(values), changes
         if values.dtype != np.uint8:
-            raise UsageError(f"{values.dtype} values in a file: give uint8, or arrays to hp.load")
+            raise UsageError(f"{values.dtype} values in a file: give 8 bits, or arrays to hp.load")
         return values, changes
 
     def _decode(self, image: Path | Image.Image | np.ndarray) -> tuple[np.ndarray, Changes]:
@@ -394,9 +394,9 @@ class Images:
             source = image
         if isinstance(source, bytes) and source.startswith(NPY_START):
             return self._decode_array(source)
-        if self._scale.is_bytes:
+        if self._scale.is_bytes and (self._scale.nodata is None or self._had_16_bits):
             values, changes = decode_reduced(source, self._fit)
-            self._check_16_bits(changes)
+            self._check_16_bits(source, changes)
         else:
             values, changes = decode_stored(source, self._fit)
             self._check_white(source, values)
@@ -412,12 +412,16 @@ class Images:
             return decode_stored(data, self._fit)
         return values.astype(values.dtype.newbyteorder("="), copy=False), Changes()
 
-    def _check_16_bits(self, changes: Changes) -> None:
+    def _check_16_bits(self, source: bytes | Image.Image, changes: Changes) -> None:
         """Raise UsageError for an image that was reduced to 8 bits if too little of it is left."""
         if not changes.kinds & Change.SIXTEEN_BITS or self._had_16_bits:
             return
-        loss = few_gray_levels(changes.largest)
-        if loss and changes.largest > 0:
+        largest = changes.largest
+        if not largest:  # of the upper bytes
+            values, _ = decode_stored(source, self._fit)
+            largest = int(values.max())
+        loss = few_gray_levels(largest)
+        if loss and largest > 0:
             raise UsageError(f"its largest value is {loss}: give images of 8 bits")
 
     def _check_white(self, source: bytes | Image.Image, values: np.ndarray) -> None:

@@ -56,24 +56,32 @@ def test_other_networks_of_colour_images(tmp_path, model, words):
 
 
 @pytest.mark.parametrize(
-    ("stored", "max_value", "type_name"),
-    [("u2", "4095", "tensor(uint16)"), ("f2", "255", "tensor(float)")],
+    ("stored", "words", "type_name"),
+    [
+        ("u2", ["--max-value", "4095"], "tensor(uint16)"),
+        ("f2", ["--max-value", "255"], "tensor(float)"),
+        ("i2", ["--normalize", "image", "--nodata=-7"], "tensor(int16)"),
+    ],
 )
-def test_networks_of_hdf5_files_take_what_these_hold(tmp_path, stored, max_value, type_name):
+def test_networks_of_hdf5_files_take_what_these_hold(tmp_path, stored, words, type_name):
     images, labels = pixels(64, (12, 12, 1), 3)
-    path = write(tmp_path / "a.h5", images.astype(stored), labels)
-    words = ["--images", "x", "--labels", "y", "--max-value", max_value, "--model", "digits"]
-    run = train_once(path, *words)
+    images = images.astype(stored)
+    if stored == "i2":
+        images[:, 3:5, 7:] = -7
+    path = write(tmp_path / "a.h5", images, labels)
+    run = train_once(path, "--images", "x", "--labels", "y", *words, "--model", "digits")
     assert export(run, tmp_path / "a.onnx", "--preprocess").code == 0
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     (taken,) = session.get_inputs()
     assert (taken.shape[1:], taken.type) == ([12, 12, 1], type_name)
-    given = images.astype("u2" if stored == "u2" else "f4")
+    given = images.astype("f4" if stored == "f2" else stored)
     (scores,) = session.run(None, {"images": given})
-    expected = hp.load(run).predict(images.astype(stored)).probabilities
+    network = hp.load(run)
+    expected = network.predict(images).probabilities
     assert np.allclose(torch.from_numpy(scores).softmax(1), expected, atol=1e-5)
     facts = session.get_modelmeta().custom_metadata_map
-    assert json.loads(facts["scale"])["divisor"] == float(max_value)
+    assert json.loads(facts["scale"]) == network.metadata["scale"]
+    assert facts["normalization"] == network.metadata.get("normalization", "null")
 
 
 def test_the_file_lies_beside_the_weights_and_needs_no_pack(tmp_path):

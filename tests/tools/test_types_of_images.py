@@ -8,18 +8,20 @@ that says what can be given.
 from __future__ import annotations
 
 import io
+import os
 import re
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import hpctrain as hp
 from tests.support.api import command_line
 from tests.support.external import write
 from tests.support.odd_files import COLOUR, png16, saved, tiff, tiff_page
-from tests.tools.test_one_answer import SIDE, export, train
+from tests.tools.test_one_answer import SIDE, export, predict, train
 
 ROWS = 12
 LABELS = np.arange(ROWS) % 2
@@ -40,6 +42,9 @@ HOW = {"images": "x", "labels": "y", "layout": "NHWC", "split": "0.5,0.5", "batc
 HOW["lr"] = 1e-9  # the weights stay small
 
 
+READ_AS = {"bool": "uint8", "uint32": "int64", "uint64": "float64"}
+
+
 class Case(NamedTuple):
     """What a network is trained on, and the forms of its pictures that have a meaning."""
 
@@ -47,6 +52,8 @@ class Case(NamedTuple):
     taken: str  # "arrays" stands for all types that hold the values, "floats" for those; "-" = not
     max_value: float | None = None
     divisor: float = 1.0
+    normalize: str = "auto"
+    nodata: float | None = None
 
     def takes(self, made):
         """The names of the forms, of those that are made, that have a meaning."""
@@ -76,22 +83,51 @@ CASES = {
     "16 bits in colour": Case(
         spread("u2", 0, 65535, 3), "uint16 unit npy png16 shown8 shown16", divisor=65535
     ),
-    "halves": Case(spread("f2", 0, 1), "floats unit npy tiff-float32 shown8"),
-    "floats": Case(spread("f4", 0, 1), "floats unit npy tiff-float32 shown8"),
-    "doubles": Case(spread("f8", 0, 1), "floats unit npy shown8"),
-    "signed floats": Case(spread("f4", -2, 12.5), "floats unit npy tiff-float32", max_value=1),
+    "halves": Case(spread("f2", 0, 1), "floats npy tiff-float32 shown8"),
+    "floats": Case(spread("f4", 0, 1), "floats npy tiff-float32 shown8"),
+    "doubles": Case(spread("f8", 0, 1), "floats npy shown8"),
+    "signed floats": Case(spread("f4", -2, 12.5), "floats npy tiff-float32", max_value=1),
     "13 channels": Case(
         spread("u2", 0, 9945, 13),
         "arrays npy tiff tiff-float32",
         max_value=1e4,
         divisor=1e4,
     ),
+    "8 bits, signed": Case(
+        spread("i1", -100, 120), "arrays npy tiff tiff-float32", max_value=128, divisor=128
+    ),
+    "16 bits, signed": Case(
+        spread("i2", -1024, 3071, 5), "arrays npy tiff tiff-float32", normalize="pack"
+    ),
+    "32 bits": Case(spread("i4", -70000, 90000), "arrays npy tiff-float32", normalize="pack"),
+    "64 bits": Case(spread("i8", 2**33, 2**34, 2), "arrays npy tiff-float32", normalize="image"),
+    "32 bits, unsigned": Case(
+        spread("u4", 0, 1e9, 2), "arrays npy tiff-float32", max_value=1e9, divisor=1e9
+    ),
+    "64 bits, unsigned": Case(spread("u8", 0, 2**40), "arrays npy", normalize="pack"),
+    "truth values": Case(spread("u1", 0, 1) == 1, "arrays -uint16 npy png8 tiff tiff-float32"),
+    "each by itself": Case(spread("f4", 250, 310, 4), "floats npy tiff-float32", normalize="image"),
+    "doubles, normalized": Case(spread("f8", 9e5, 9.1e5), "floats npy", normalize="pack"),
+    "no data in 16 bits": Case(
+        spread("i2", -1024, 3071), "arrays npy tiff tiff-float32", normalize="pack", nodata=-1024
+    ),
+    "no data in 8 bits": Case(
+        spread("u1", 0, 255, 3), "uint8 npy png8 shown8", divisor=255, normalize="image", nodata=255
+    ),
+    "NaN": Case(
+        np.where(spread("f4", 250, 310, 2) < 255, np.float32("nan"), spread("f4", 250, 310, 2)),
+        "floats npy tiff-float32",
+        normalize="pack",
+        nodata=float("nan"),
+    ),
 }
 
 
 def forms(case, stored, folder):
     """Pictures of a case in each form that holds all their values, by its name."""
-    made = {"unit": (stored / case.divisor).astype("f8")}
+    made = {}
+    if case.divisor != 1:
+        made["unit"] = (stored / case.divisor).astype("f8")
     for name in INTEGERS + FLOATS:
         with np.errstate(all="ignore"):
             values = stored.astype(name)
@@ -141,9 +177,10 @@ def train_on(case, home, folder):
     """A run on the images of a case, in a file or a pack."""
     if home == "file":
         data = write(folder / "a.h5", case.stored, LABELS)
-        return train(folder, data, max_value=case.max_value, **HOW)
+        how = {"max_value": case.max_value, "nodata": case.nodata, "normalize": case.normalize}
+        return train(folder, data, **how, **HOW)
     data = write_pack(folder / "a.h5", case, max_value=case.max_value)
-    return train(folder, data, batch_size=4, lr=HOW["lr"])
+    return train(folder, data, batch_size=4, lr=HOW["lr"], normalize=case.normalize)
 
 
 def predict_rows(run):
@@ -159,6 +196,7 @@ def predict_rows(run):
 
 def write_pack(path, case, **how):
     """A pack of the images of a case."""
+    how["nodata"] = case.nodata
     hp.write_pack(path, {"train": (case.stored, LABELS)}, "01", layout="NHWC", **how)
     return path
 
@@ -181,7 +219,9 @@ def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name, home):
     case = CASES[name]
     run = train_on(case, home, tmp_path)
     network = hp.load(run, trust_code=True)
-    assert (network.scale.dtype, network.scale.divisor) == (case.stored.dtype, case.divisor)
+    stored_type = case.stored.dtype.name
+    assert network.scale.dtype == READ_AS.get(stored_type, stored_type)
+    assert network.scale.divisor == case.divisor
     rows, expected = predict_rows(run)
     stored, labels = case.stored[rows], LABELS[rows]
     refused = {}
@@ -195,7 +235,8 @@ def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name, home):
         assert np.allclose(found, expected, rtol=0, atol=1e-6), form
     assert made.keys() - refused.keys() == case.takes(made)
     assert all(re.search("give|convert|write", text) for text in refused.values())
-    images = stored.astype("f4") if stored.dtype.kind == "f" else stored
+    images = stored.astype(network.scale.dtype)
+    images = images.astype("f4") if images.dtype == np.float16 else images
     assert np.allclose(export(run)(images), expected, rtol=0, atol=1e-6)
     given = {"split": "train", "trust_code": True, "threads": 1}
     assert hp.evaluate(run, **given).loss == pytest.approx(mean_loss(expected, labels), rel=1e-5)
@@ -204,3 +245,67 @@ def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name, home):
         answers = network.predict([*case.stored]).probabilities
         found = hp.evaluate(run, data=str(other), **given)
         assert found.loss == pytest.approx(mean_loss(answers, LABELS), rel=1e-5)
+
+
+def scenes(dtype, high, channels=1, count=8):
+    """Images (H, W, C) that `pack` must resize, with values from 0 to `high`."""
+    rng = np.random.default_rng(2)
+    images = rng.random((count, 13, 19, channels)) * high
+    images[:, 0, :2] = [[0], [high]]
+    return images.astype(dtype)
+
+
+PACKED = {  # images of files, how they are written, and the words of pack
+    "16 bits": (scenes("u2", 65535), "png", []),
+    "12 bits": (scenes("u2", 4095), "png", ["--max-value", "4095"]),
+    "16 bits in colour": (scenes("u2", 65535, 3), "png", []),
+    "16 bits reduced": (scenes("u2", 65535, 3), "png", ["--dtype", "uint8"]),
+    "cropped": (scenes("u2", 65535), "png", ["--crop"]),
+    "five pages": (scenes("u2", 999, 5), "tiff", ["--pages", "channels", "--max-value", "999"]),
+    "signed": (scenes("i2", 900) - 450, "tiff", ["--max-value", "450"]),
+    "floats": (scenes("f4", 1), "tiff", []),
+    "arrays": (scenes("f4", 1, 7), "npy", []),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_file_has_the_answer_of_its_sample_in_a_pack(tmp_path, name):
+    images, form, words = PACKED[name]
+    for number, image in enumerate(images):
+        path = tmp_path / f"files/{number % 2}/{number}.{form}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(form, image))
+    run = train_on_files(tmp_path, ["--size", f"{SIDE}x{SIDE}", *words])
+    _, expected = predict(run, "--split", "train")
+    _, of_files = predict(run, tmp_path / "files")
+    assert len(of_files) == len(images)
+    for file, answer in of_files.items():
+        source = os.path.relpath(file, tmp_path / "files")
+        assert np.allclose(answer, expected[source], rtol=0, atol=1e-6), file
+
+
+def train_on_files(folder, words):
+    """A run on a pack of the files in a folder."""
+    pack = folder / "pack.h5"
+    command = ["pack", str(folder / "files"), "--split=1", "--jobs=1", f"--output={pack}"]
+    assert command_line([*command, *words]) == 0
+    return train(folder, pack, batch_size=4, lr=HOW["lr"])
+
+
+def test_a_network_of_tiles_takes_files_of_their_size_alone(tmp_path, capfd):
+    """Larger ones would be shrunk, in which nothing looks as in the training."""
+    for number, image in enumerate(scenes("u1", 255)):
+        path = tmp_path / f"files/{number % 2}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode("png", image))
+    run = train_on_files(tmp_path, ["--tiles", f"{SIDE}x{SIDE}"])
+    tile = scenes("u1", 255)[0, :SIDE, :SIDE]
+    (tmp_path / "tile.png").write_bytes(encode("png", tile))
+    network = hp.load(run, trust_code=True)
+    assert torch.equal(network.preprocess(tmp_path / "tile.png"), network.preprocess(tile))
+    capfd.readouterr()
+    code, answers = predict(run, tmp_path / "files", tmp_path / "tile.png")
+    assert (code, len(answers)) == (1, 1)
+    assert "19x13 pixels, not 8x8, and resizing would change values" in capfd.readouterr().err
+    with pytest.raises(hp.RunError, match="19x13 pixels, not 8x8"):
+        network.predict(scenes("u1", 255))
