@@ -139,7 +139,7 @@ def write_pack(
     for name in ordered(splits):
         images, labels = splits[name]
         _check_name(name)
-        images_of[name] = _open_images(name, images, labels, layout)
+        images_of[name] = _open_images(name, images, layout)
         labels_of[name] = _check_labels(name, images, labels, len(classes))
     _check_alike(images_of)
     train = images_of["train"]
@@ -281,7 +281,10 @@ def _check_name(split: str) -> None:
 
 def _refuse_masked(what: str, values: Any) -> None:
     if isinstance(values, np.ma.MaskedArray):
-        raise UsageError(f"{what} are a masked array: fill it, as in .filled(0)")
+        advice = "fill it, as in .filled(0)"
+        if what.startswith("images"):
+            advice += ", and say by nodata=0 that this value stands for none"
+        raise UsageError(f"{what} are a masked array: {advice}")
 
 
 def _check_labels(split: str, images: Any, labels: Any, classes: int) -> np.ndarray:
@@ -317,7 +320,7 @@ def _check_labels(split: str, images: Any, labels: Any, classes: int) -> np.ndar
     return values.astype(np.int32)
 
 
-def _open_images(split: str, images: Any, labels: Any, layout: str | None) -> SplitImages:
+def _open_images(split: str, images: Any, layout: str | None) -> SplitImages:
     """Return the images of a split. Raises UsageError if they cannot be packed."""
     name = f"images of {split}"
     _refuse_masked(name, images)
@@ -330,7 +333,7 @@ def _open_images(split: str, images: Any, labels: Any, layout: str | None) -> Sp
 
 def _open_array(name: str, images: Any, layout: str | None) -> SplitImages:
     """Return the images of an array (N, ...), or of what is sliced like one."""
-    shape = tuple(images.shape)
+    shape = tuple(images.shape or ())  # that of an empty dataset is None
     what = f"{name} are {images.dtype} of shape {shape}"
     dtype = _check_type(what, images.dtype)
     layout = _check_layout(what, shape, layout)

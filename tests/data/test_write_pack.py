@@ -96,7 +96,7 @@ WRONG = {  # splits, and what is named
         "[2] are",
     ),
     "rows of lists": ({"train": ([[1, 2], [3, 4]], LABELS)}, "numpy.asarray"),
-    "masked images": ({"train": (np.ma.masked_less(IMAGES, 9), LABELS)}, "images of train"),
+    "masked images": ({"train": (np.ma.masked_less(IMAGES, 9), LABELS)}, "say by nodata=0"),
     "masked labels": ({"train": (IMAGES, np.ma.masked_equal(LABELS, 0))}, "labels of train"),
     "names": ({"train": (IMAGES, np.array([*"abcabca"]))}, "numpy.unique"),
     "float labels": ({"train": (IMAGES, LABELS / 1)}, "float64"),
@@ -135,6 +135,9 @@ def test_what_hdf5_would_read_as_zeros_is_refused_and_what_is_not_applied_is_sai
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         file["x"] = IMAGES
         file["x"].attrs.update(scale_factor=0.5, _FillValue=0)
+        file["empty"] = h5py.Empty("u1")
+        with pytest.raises(hp.UsageError, match=r"uint8 of shape \(\): expected"):
+            write(tmp_path / "b.h5", file["empty"])
         write(tmp_path / "a.h5", file["x"])
     said = "images of train: scale_factor, _FillValue of /x are not applied"
     assert said in capsys.readouterr().err
