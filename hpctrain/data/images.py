@@ -71,6 +71,7 @@ NUMBERS = 2 * TRIES + 2  # area and ratio of each try, and the position
 MIN_RATIO = 3 / 4
 MAX_RATIO = 4 / 3
 MAX_THREADS = 8
+GDAL_NODATA = 42113  # tag of a TIFF
 GRAY_ALPHA_16 = "LA;16B"  # which Pillow opens as RGBA
 GROUNDS = {"white": (255, 255, 255, 255), "black": (0, 0, 0, 255)}
 
@@ -157,6 +158,7 @@ class Change(IntEnum):
     COLOUR_TO_GRAY = 1 << 13
     ENCODED = 1 << 14
     BYTES_TO_16_BITS = 1 << 15
+    NODATA_STATED = 1 << 16
 
 
 CHANGES = {
@@ -176,6 +178,9 @@ CHANGES = {
     Change.COLOUR_TO_GRAY: "in colour, converted to gray by --channels 1",
     Change.ENCODED: "encoded anew as JPEG",
     Change.BYTES_TO_16_BITS: "8-bit values, times 257, since others have 16 bits",
+    Change.NODATA_STATED: (
+        "a value that stands for none (GDAL_NODATA {nodata}), kept as any other: --nodata says it"
+    ),
 }
 
 
@@ -198,12 +203,21 @@ class Changes:
     kinds: int = 0  # bits of Change
     largest: int = 0  # value of more than 8 bits, in [0, 65535]
     frames: int = 0  # how many a file has, if several
+    nodata: str = ""  # the value that stands for none, as a file states it
 
     def add(self, other: Changes) -> None:
         """Add what was changed in an earlier step."""
         self.kinds |= other.kinds
         self.largest = max(self.largest, other.largest)
         self.frames += other.frames
+        self.nodata = self.nodata or other.nodata
+
+    def note_nodata(self, tags: Mapping[int, Any]) -> None:
+        """Note the value that stands for none, if the tags of a TIFF state one."""
+        text = str(tags.get(GDAL_NODATA, "")).strip("\0 ")
+        if text:
+            self.kinds |= Change.NODATA_STATED
+            self.nodata = text
 
 
 class Crop(NamedTuple):
@@ -400,6 +414,7 @@ def inspect(image: Image.Image, data: bytes, changes: Changes) -> None:
             changes.kinds |= Change.ORIENTATION
         if has_further_channels(image):
             changes.kinds |= Change.FURTHER_CHANNELS
+        changes.note_nodata(tiff_tags(image))
         return
     frames = count_frames(image)
     if frames > 1:

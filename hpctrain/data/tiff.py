@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +36,7 @@ class TiffContents(NamedTuple):
     dtype: np.dtype
     alpha: int  # ExtraSamples of the only channel beside gray or colours, or 0
     orientation: int
+    tags: Mapping[int, Any]  # of the first page
     read: Callable[[], Samples]
 
 
@@ -88,6 +89,7 @@ def open_tiff(data: bytes, pages: bool, reason: str = "") -> TiffContents:
         dtype=first.dtype,
         alpha=alpha,
         orientation=orientation,
+        tags=tags,
         read=read,
     )
 

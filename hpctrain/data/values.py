@@ -42,7 +42,6 @@ from hpctrain.data.formats import (
     open_image,
     raw_mode,
     tiff_tags,
-    tile_arguments,
 )
 from hpctrain.data.images import (
     GRAY_ALPHA_16,
@@ -71,6 +70,7 @@ MOST_CHANNELS = 64  # of an array whose first axis is the shortest: else it look
 NPY_START = b"\x93NUMPY"
 ALPHA = 2  # ExtraSamples: colours are not multiplied by alpha
 UPPER_BYTES = re.compile(";16([BLN])$")  # raw modes of which Pillow keeps the upper byte
+WIDE_TYPES = ("int16", "float32", "int32", "uint32")
 OPPOSITE = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}
 
 
@@ -181,6 +181,9 @@ def needs_tifffile(image: ImageFile, data: bytes, fit: Fit) -> str:
         return ""
     if has_further_channels(image) and fit.channels not in (1, 3):
         return "a TIFF with channels beside its colours (--channels 3 leaves them out)"
+    is_swapped = data.startswith(b"M") and image.info.get("compression") != "raw"
+    if is_swapped and stored_type(image, data) in WIDE_TYPES:
+        return "a big-endian TIFF of compressed values, whose bytes Pillow exchanges"
     if not is_deep(image, data):
         return ""
     is_planar = tiff_tags(image).get(Tag.PlanarConfiguration) == PLANAR
@@ -194,7 +197,12 @@ def tiff_contents(data: bytes, pages: bool = False, reason: str = "") -> Content
     tiff = open_tiff(data, pages, reason)
     channels = channel_count(tiff.channels, tiff.alpha, tiff.dtype)
     header = make_header(tiff.width, tiff.height, channels, tiff.dtype, tiff.orientation)
-    return Contents(header.dtype, lambda: header, lambda changes: tiff.read())
+
+    def read(changes: Changes) -> Samples:
+        changes.note_nodata(tiff.tags)
+        return tiff.read()
+
+    return Contents(header.dtype, lambda: header, read)
 
 
 def array_contents(data: bytes) -> Contents:
@@ -392,14 +400,11 @@ def read_colours(image: Any, data: bytes, changes: Changes) -> Samples:
 
 def replace_raw_mode(image: Any, raw: str) -> None:
     """Let Pillow's decoder of an opened image take its pixels as `raw`."""
-    arguments = tile_arguments(image)
-    codec, extents, offset, *_ = image.tile[0]
-    changed: Any = (raw, *arguments[1:])
-    if len(changed) == 1:
-        changed = raw
-    first = type(image.tile[0])
-    tile = (codec, extents, offset, changed)
-    image.tile = [tile if first is tuple else first(*tile)]
+    make_tile = type(image.tile[0])  # of Pillow 10, a tuple
+    for number, (codec, extents, offset, arguments) in enumerate(image.tile):
+        changed = (raw, *arguments[1:]) if isinstance(arguments, tuple) else raw
+        place = (codec, extents, offset, changed)
+        image.tile[number] = place if make_tile is tuple else make_tile(*place)
 
 
 def read_netpbm(image: Any, data: bytes, changes: Changes) -> Samples:

@@ -71,6 +71,7 @@ class Decoded:
         self.bad: list[tuple[int, BadImage]] = []  # unreadable ones, with the reason
         self.deepest = 0  # largest value of more than 8 bits, in [0, 65535]
         self.frames = 0  # of files with several
+        self.nodata = ""  # as the first file states it
         self.beyond = 0  # values beyond the one that becomes 1.0
         self.images_beyond = 0
 
@@ -79,6 +80,7 @@ class Decoded:
         self.changes[rows] = changes.kinds
         self.deepest = max(self.deepest, changes.largest)
         self.frames += changes.frames
+        self.nodata = self.nodata or changes.nodata
 
     def measure(self, values: np.ndarray, kind: Kind) -> None:
         """Add the statistics of samples (n, H, W, C)."""
@@ -175,6 +177,8 @@ def decode_values(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
     else:
         values, changes = decode_stored(data, kind.of_file)
     check_channels(changes, kind)
+    if kind.nodata is not None:
+        changes.kinds &= ~Change.NODATA_STATED
     if values.dtype != kind.dtype:
         if not kind.takes_bytes or values.dtype != np.uint8:
             raise OtherKind(f"{values.dtype} values, not {kind.dtype}")

@@ -560,6 +560,7 @@ class PackChanges:
         self.deepest = 0  # largest value of more than 8 bits, in [0, 65535]
         self.brightest = -math.inf  # largest value as it is packed
         self.frames = 0  # of the files that hold several
+        self.nodata = ""  # as the first file states it
         self.beyond = 0  # values beyond --max-value
         self.images_beyond = 0
         self.has_other_kinds = False  # whether an image differs from the first one
@@ -570,6 +571,7 @@ class PackChanges:
         self.deepest = max(self.deepest, done.deepest)
         self.brightest = max(self.brightest, float(done.statistics.high.max()))
         self.frames += done.frames
+        self.nodata = self.nodata or done.nodata
         self.beyond += done.beyond
         self.images_beyond += done.images_beyond
         self.has_other_kinds |= any(isinstance(why, OtherKind) for _, why in done.bad)
@@ -603,6 +605,7 @@ class PackChanges:
                     largest=self.deepest,
                     background=fit.background,
                     frames=self.frames,
+                    nodata=self.nodata,
                 )
                 names = listed_names(source.names[row] for row in np.sort(rows).tolist())
                 text = f"{what}: {len(rows):,} of {total:,} images"

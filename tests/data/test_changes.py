@@ -63,6 +63,9 @@ CHANGED = {
     "a colour profile or gamma": {
         "alien.png": (saved(PICTURE, "PNG", icc_profile=ALIEN), "not applied"),
     },
+    "a value that stands for none (GDAL_NODATA of a TIFF)": {
+        "terrain.tif": (tiff(tiff_page(PIXELS, 2, t42113=b"-9999 ")), "GDAL_NODATA -9999"),
+    },
     "several frames or images": {
         "moving.gif": (saved(PICTURE, "GIF", **FRAMES), "in all"),
         "moving.webp": (saved(PICTURE, "WEBP", **FRAMES), "first is kept"),
@@ -140,6 +143,7 @@ def test_every_row_of_the_table_is_said_and_counted(tmp_path, capfd):
         "bad_orientation": 1,
         "colour_space": 2,
         "colour_profile": 1,
+        "nodata_stated": 1,
         "frames": 2,
         "gray_to_colour": 2,
     }

@@ -327,6 +327,42 @@ def test_values_that_are_no_numbers_are_not_spread_by_resizing():
         decode_stored(npy(holes), Fit(7, 5, 1))
 
 
+LAYOUTS = [
+    {},
+    {"tile": (16, 16)},
+    {"rowsperstrip": 5},
+    {"compression": "lzw"},
+    {"compression": "zlib", "predictor": True},
+    {"compression": "zstd", "tile": (16, 16)},
+    {"compression": "packbits"},
+    {"bigtiff": True},
+]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "i1", "i2", "f2", "f4"])
+def test_a_tiff_of_any_layout_is_read_as_tifffile_writes_it(dtype):
+    """Of which Pillow reads some wrongly, such as big-endian int16 that are compressed."""
+    import tifffile
+
+    for channels in (1, 2, 3, 5):
+        stored = DRAWN.integers(0, 65536, (20, 21, channels)).astype("u2").astype(dtype)
+        for options in LAYOUTS:
+            for order in "<>":
+                file = io.BytesIO()
+                tifffile.imwrite(
+                    file,
+                    stored.squeeze().astype(order + dtype),
+                    photometric="rgb" if channels == 3 else "minisblack",
+                    planarconfig="contig" if channels > 1 else None,
+                    byteorder=order,
+                    metadata=None,
+                    **options,
+                )
+                values, changes = decode_stored(file.getvalue(), OWN)
+                assert np.array_equal(values, stored, equal_nan=dtype[0] == "f"), (options, order)
+                assert changes.kinds == 0
+
+
 def test_an_exact_fit_refuses_other_sizes():
     for data in (encode(BYTES), npy(FIVE)):
         fit = Fit(13, 11, 0, exact=True)

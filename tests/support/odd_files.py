@@ -65,8 +65,8 @@ def png16(values: np.ndarray, colour: int, **chunks: bytes) -> bytes:
 def tiff_page(pixels: np.ndarray, photometric: int = 1, **tags: object) -> dict:
     """A page of `tiff`: (H, W) or (H, W, C) pixels of any type.
 
-    Further tags, or others, are those of TIFF 6.0 by number: ``t254=1``. With ``planar=True``, each
-    channel is stored as a plane of its own.
+    Further tags, or others, are those of TIFF 6.0 by number: ``t254=1``, or a text as bytes. With
+    ``planar=True``, each channel is stored as a plane of its own.
     """
     return {"pixels": pixels, "photometric": photometric, **tags}
 
@@ -103,6 +103,8 @@ def tiff(*pages: dict, order: str = "<") -> bytes:
         }
         for name, value in tags.items():
             entries[int(name[1:])] = ("H", value if isinstance(value, list) else [value])
+            if isinstance(value, bytes):
+                entries[int(name[1:])] = ("B", [*value, 0])
         table = struct.pack(order + "H", len(entries))
         for tag, (code, values) in sorted(entries.items()):
             raw = struct.pack(f"{order}{len(values)}{code}", *values)
@@ -111,7 +113,7 @@ def tiff(*pages: dict, order: str = "<") -> bytes:
                 offset = len(out)
                 out += raw
                 raw = struct.pack(order + "I", offset)
-            fields = tag, 3 if code == "H" else 4, len(values)
+            fields = tag, {"B": 2, "H": 3, "I": 4}[code], len(values)
             table += struct.pack(order + "HHI", *fields) + raw.ljust(4, b"\0")
         out += bytes(len(out) % 2)
         out[link : link + 4] = struct.pack(order + "I", len(out))
