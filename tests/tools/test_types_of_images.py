@@ -247,6 +247,35 @@ def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name, home):
         assert found.loss == pytest.approx(mean_loss(answers, LABELS), rel=1e-5)
 
 
+def test_what_a_network_takes_is_said_with_its_range(tmp_path):
+    (tmp_path / "plain").mkdir()
+    plain = train_on(CASES["16 bits, signed"], "file", tmp_path / "plain")
+    with pytest.raises(
+        hp.UsageError, match=r"give int16 values as stored \(from -1,024 to 3,071\)"
+    ):
+        hp.load(plain, trust_code=True).predict(CASES["16 bits, signed"].stored * np.float32(0.3))
+    case = CASES["no data in 16 bits"]
+    run = train_on(case, "pack", tmp_path)
+    network = hp.load(run, trust_code=True)
+    with pytest.raises(hp.UsageError, match=r"to 3,071, and -1,024 where there are no data\)$"):
+        network.predict(case.stored * 16)
+    with pytest.raises(hp.RunError, match="image 1 holds no data, only -1024"):
+        network.predict([case.stored[0], np.full_like(case.stored[0], -1024)])
+    floats = case.stored.astype("f4")
+    floats[2, 3, 3] = np.nan
+    with pytest.raises(hp.RunError, match="image 2 holds NaN"):
+        network.predict(floats)
+    for nodata, is_like in ((0, False), (-1024, True), (None, True)):
+        other = write_pack(tmp_path / f"{nodata}.h5", case._replace(nodata=nodata))
+        given = {"data": str(other), "split": "train", "trust_code": True, "threads": 1}
+        if is_like:
+            losses = mean_loss(network.predict(case.stored).probabilities, LABELS)
+            assert hp.evaluate(run, **given).loss == pytest.approx(losses, rel=1e-5)
+        else:
+            with pytest.raises(hp.UsageError, match="give data with the same nodata value"):
+                hp.evaluate(run, **given)
+
+
 def scenes(dtype, high, channels=1, count=8):
     """Images (H, W, C) that `pack` must resize, with values from 0 to `high`."""
     rng = np.random.default_rng(2)
