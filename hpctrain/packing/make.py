@@ -27,7 +27,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -286,7 +286,8 @@ def no_image_error(source: Source) -> UsageError:
 def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
     """Give equal files equal numbers in `source.duplicate_of`.
 
-    Only files of equal size are hashed (in a .zip, of equal CRC-32): all their bytes.
+    Only files of equal size (in a .zip, of equal CRC-32) are hashed: all their bytes, or of large
+    ones first a part, and all bytes if it is equal, too.
     """
     source.duplicate_of = np.arange(len(source.names))
     rows = source.duplicate_of
@@ -299,13 +300,25 @@ def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
         keys = source.places[:, 2]  # size
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
+    if source.kind != "zip":
+        results = read_source(source, rows, run_tasks, workers.hash_parts)
+        rows, _, numbers = group_by_digest(rows, results)
+        rows = rows[np.bincount(numbers)[numbers] > 1]
     results = read_source(source, rows, run_tasks, workers.apply_to_files, workers.sha256)
+    rows, first, numbers = group_by_digest(rows, results)
+    source.duplicate_of[rows] = first[numbers]
+
+
+def group_by_digest(
+    rows: np.ndarray, results: Iterable[bytes | BadImage]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return those rows (n,) that have a digest, the first row of each, and their numbers."""
     texts = (b"" if isinstance(result, BadImage) else result for result in results)
     digests = np.fromiter(texts, "S32", len(rows))
     is_read = digests != b""
     rows = rows[is_read]
     _, first, numbers = np.unique(digests[is_read], return_index=True, return_inverse=True)
-    source.duplicate_of[rows] = rows[first][numbers]
+    return rows, rows[first], numbers
 
 
 def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:

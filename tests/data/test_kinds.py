@@ -17,6 +17,8 @@ from tests.support.pictures import (
     make_pack,
     picture,
     splits,
+    tar,
+    zipped,
 )
 from tests.support.pictures import write_npy as npy
 
@@ -282,6 +284,21 @@ def test_other_types_are_refused_by_name(tmp_path, capfd):
     folder(tmp_path / "images", {f"{c}/x.npy": values("int16").astype(float) for c in "ab"})
     said = refused(tmp_path, capfd)
     assert "a/x.npy: float64 values from -3" in said and "none of its 2 files is an image" in said
+
+
+def test_large_files_that_differ_in_a_few_bytes_are_not_equal(tmp_path):
+    """Of which a part in the middle is compared first."""
+    files = {f"{c}/{i}.npy": np.zeros((300, 301), np.uint8) for c in "ab" for i in range(4)}
+    for number, name in enumerate(files):
+        files[name][-1, number // 2] = 1  # in pairs
+    root = folder(tmp_path / "images", files)
+    sources = [root]
+    for suffix, make in ((".tar", tar), (".zip", zipped)):
+        sources.append(make(tmp_path / f"images{suffix}", root))
+    for source in sources:
+        path = make_pack(source, tmp_path / "a.h5", split="1", overwrite=True)
+        equal = facts(path)["provenance"]["duplicates"]
+        assert (equal["groups"], equal["images"]) == (4, 8)
 
 
 # Tiles
