@@ -129,6 +129,7 @@ def test_bits_are_equal_on_any_ranks_and_when_resumed_on_others(settings, case):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_bits_are_equal_on_many_ranks(settings, case):
     data, storage, how = CASES[case]
