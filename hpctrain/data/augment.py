@@ -179,7 +179,8 @@ def _new_input(images: Tensor, dtype: torch.dtype, channels_last: bool) -> Tenso
 
 def _images_in(values: int, images: Tensor) -> int:
     """Return how many images (n, H, W, C) have so many values, at least 1."""
-    return max(1, values // max(1, images[:1].numel()))
+    _, height, width, channels = images.shape
+    return max(1, values // max(1, height * width * channels))
 
 
 def normalize_filled(inputs: Tensor, mean: Tensor, std: Tensor) -> Tensor:
