@@ -26,6 +26,7 @@ STORED = (
 )
 WIDE = ("int32", "int64", "float64")  # types that are read with values that float32 rounds
 LARGEST_WHOLE = 1 << 24  # up to which float32 has all whole numbers
+LARGEST_OF_FLOAT64 = 1 << 53  # likewise float64
 DARK = 16.0  # with larger floats in the training, those in [0, 1] were divided by something
 ROUNDING = 1e-3  # allowed for float16
 UNLIKE = 4.0  # ratio of largest values that is noted

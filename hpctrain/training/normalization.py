@@ -9,7 +9,7 @@ from torch import nn
 
 from hpctrain.config import Config
 from hpctrain.data.pack import Pack
-from hpctrain.data.scale import FULL, LARGEST_WHOLE, UNLIKE, Scale, is_unit
+from hpctrain.data.scale import FULL, LARGEST_OF_FLOAT64, LARGEST_WHOLE, UNLIKE, Scale, is_unit
 from hpctrain.data.standardize import IMAGE
 from hpctrain.errors import UsageError
 from hpctrain.models import InitialWeights, own_input
@@ -106,10 +106,21 @@ def check_normalized(pack: Pack) -> None:
 def rounding_note(config: Config, normalization: Normalization, pack: Pack) -> str:
     """Return a note if integers are rounded before their mean is subtracted, or ""."""
     largest = max(-pack.scale.low, pack.scale.high)
-    is_integer = np.dtype(pack.splits["train"].images.dtype).kind in "iu"
-    if not is_integer or largest <= LARGEST_WHOLE or (normalization and not config.augment):
+    if np.dtype(pack.splits["train"].images.dtype).kind not in "iu":
         return ""
-    text = f"values up to {largest:,.0f} are rounded: float32 has whole numbers to 16,777,216 alone"
+    if normalization and not config.augment:
+        if largest <= LARGEST_OF_FLOAT64:
+            return ""
+        return (
+            f"values up to {largest:,.0f} are rounded: float64, in which mean and std are applied,"
+            f" has whole numbers to {LARGEST_OF_FLOAT64:,} alone"
+        )
+    if largest <= LARGEST_WHOLE:
+        return ""
+    text = (
+        f"values up to {largest:,.0f} are rounded: float32 has whole numbers to"
+        f" {LARGEST_WHOLE:,} alone"
+    )
     if config.augment:
         return f"{text}, and --augment gets float32"
     return f"{text}; --normalize pack or image subtracts the mean before"

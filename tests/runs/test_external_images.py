@@ -252,6 +252,10 @@ def test_integers_that_float32_rounds_are_said_unless_their_mean_is_subtracted(c
         said[run] = [note for note in notes(settings | {"run": run}) if "float32" in note]
     assert len(said["a"]) == 1 and "--normalize pack or image" in said["a"][0]
     assert not said["b"]
+    write(comm, settings, images.astype("u8") + 2**55, labels)
+    hp.train(**settings | {"normalize": "pack", "run": "c"})
+    said = [note for note in notes(settings | {"run": "c"}) if "float64" in note]
+    assert len(said) == 1 and "to 9,007,199,254,740,992 alone" in said[0]
 
 
 @pytest.mark.ranks(1)
