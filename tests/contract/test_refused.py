@@ -83,8 +83,8 @@ SETTINGS = """
 --labels y | --images --labels
 --layout NHWC | --layout --images
 --split 0.9,0.1 | --split --images
---max-value 255 | --max-value --images
---images x --labels y --normalize pack | --normalize pack
+--group file | --group --images
+--group patient --images x --labels y | --group patient file
 --loss mine:f --label-smoothing 0.1 | --loss mine:f --label-smoothing
 --balanced-sampling --class-weights balanced
 --task denoise --class-weights balanced | --class-weights denoise
