@@ -249,6 +249,8 @@ def read_in_scale(
         from hpctrain.data.external_files import open_external  # imports h5py
 
         options = ExternalOptions(**external)
+        if not is_pattern(path):  # one file has no groups of files
+            options = options._replace(group=None)
         pack = open_external(path, options, cache_dir)
     check_nodata(pack, scale)
     try:
@@ -364,11 +366,19 @@ def draw_answers(
     source.gather(rows, images, bad=Bad())
     names = [source.source_of(row) or f"row {row}" for row in rows.tolist()]
     texts = [(name, *caption.lines) for name, caption in zip(names, captions, strict=True)]
-    short = [(PurePath(name).name, *lines) for name, *lines in texts]
+    short = [(short_name(name), *lines) for name, *lines in texts]
     wrong = [number for number, caption in enumerate(captions) if caption.is_wrong]
     pictures, title = as_pictures(images, source.divisor, scale)
     results.write_image(path, results.draw_captioned(pictures, short, wrong, title))
     return [", ".join(lines) for lines in texts]
+
+
+def short_name(source: str) -> str:
+    """Return the name of a sample without folders: in a set of HDF5 files "a.h5:/x[5]"."""
+    file, colon, place = source.partition(":/")
+    if colon:
+        return f"{PurePath(file).name}:/{place}"
+    return PurePath(source).name
 
 
 def as_pictures(images: np.ndarray, divisor: float, scale: Scale) -> tuple[np.ndarray, str]:

@@ -147,6 +147,9 @@ def test_evaluate_and_predict_read_the_set_of_the_training(whole, tmp_path):
     ended = command(1, "predict", model, "--split", "test", "--output", table, *cache)
     rows = [line.split(",") for line in table.read_text().splitlines()]
     assert not files & {row[place].partition(":")[0] for row in rows[1:]}  # --group file
+    one_file = os.path.join(os.path.dirname(os.path.dirname(whole["data"])), "one.h5")
+    ended = command(1, "evaluate", model, "--data", one_file, *cache)
+    assert ended.code == 0, ended.err
 
 
 REFUSED = {
