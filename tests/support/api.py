@@ -15,14 +15,13 @@ __all__ = ["command_line", "train"]
 # The tools around a run: record, watch, doctor
 from hpctrain import doctor
 from hpctrain.data.partition import assign_shards
-from hpctrain.inference.evaluate import short_name
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.record import FIELDS, read_records, truncate_record
 from hpctrain.report.sinks import open_recorder
 from hpctrain.watch import web
 
 __all__ += ["FIELDS", "allreduce", "assign_shards", "doctor", "open_recorder"]
-__all__ += ["read_records", "short_name", "truncate_record", "web"]
+__all__ += ["read_records", "truncate_record", "web"]
 
 # Runs and what ends them: checkpoints, heartbeats, hangs, supervision
 import time

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import hpctrain as hp
-from tests.support.api import command_line, short_name
+from tests.support.api import command_line
 from tests.support.external import write
 from tests.support.packs import make_pack
 from tests.support.pictures import arrays, class_folders, tiles
@@ -162,9 +162,3 @@ def test_a_network_that_restores_images_has_no_answers(trained, tmp_path):
         ended = command(1, *words, "--output", tmp_path / "new")
         assert ended.code == 2 and words[-2] in ended.err
     assert not (tmp_path / "new").exists()
-
-
-def test_captions_name_the_file_of_a_sample_of_many_files():
-    names = {"a/b/c.png": "c.png", "/x[5]": "x[5]", "scans/a/b.h5:/x[5]": "b.h5:/x[5]"}
-    names |= {"cells/b.h5:/image": "b.h5:/image", "s.tif[0:64, 64:128]": "s.tif[0:64, 64:128]"}
-    assert {name: short_name(name) for name in names} == names

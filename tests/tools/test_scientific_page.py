@@ -185,6 +185,12 @@ def test_satellite_images_and_predicting(folder):
             np.save(f"{number}.npy", file["x"][int(sample)].transpose(1, 2, 0))
     assert predict("land", *[f"{n}.npy" for n in range(8)], "--output", "files.csv").code == 0
     check_equal("files.csv", rows, names)
+    for path in Path("scenes").iterdir():  # captions name the file of a sample
+        Path("other").mkdir(exist_ok=True)
+        Path("other", path.name.replace("scene", "other")).symlink_to(path.resolve())
+    other = ["--data", "other/*.h5", "--output", "other.csv", "--figure", "6"]
+    assert predict("land", *other).code == 0
+    assert Path("other.png").read_bytes() != Path("land.png").read_bytes()
     np.save("bands.npy", np.zeros((32, 32, 12), "i2"))
     np.save("small.npy", np.zeros((20, 20, 13), "i2"))
     np.save("none.npy", np.full((32, 32, 13), -9999, "i2"))
