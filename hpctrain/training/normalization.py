@@ -88,10 +88,12 @@ def check_range(config: Config, pack: Pack) -> None:
         ways.insert(0, f"--max-value {likely:.10g}, which divides them by that")
     if not FACTS[config.task].is_unit:
         ways.append("--normalize pack or image, by mean and std")
-    raise UsageError(
+    text = (
         f"{pack.path}: {pack.splits['train'].images.dataset} has values from {scale.low:g} to"
         f" {scale.high:g}, not from 0 to 1: train with {', or '.join(ways)}"
     )
+    fill_values = [note for note in pack.provenance.get("notes", ()) if "--nodata=" in note]
+    raise UsageError("; ".join([text, *fill_values]))
 
 
 def check_normalized(pack: Pack) -> None:

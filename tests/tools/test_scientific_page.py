@@ -233,6 +233,17 @@ def test_climate_fields(folder):
     refused = command(1, *line.split(), "years/*.nc", "--model", "page_net:small", cwd=folder)
     assert refused.code == 2 and "--nodata nan" in refused.err
 
+    with h5py.File("filled.nc", "w") as file:
+        file["t2m"] = np.nan_to_num(fields, nan=9e36).astype("f4")
+        file["t2m"].attrs["_FillValue"] = np.float32(9e36)
+        file["heatwave"] = events
+    line = "train --images t2m --labels heatwave --model page_net:small --dry-run --data filled.nc"
+    refused = command(1, *line.split(), cwd=folder)
+    assert refused.code == 2
+    (value,) = re.findall(r"_FillValue of /t2m is not applied: (--nodata=\S+)", refused.err)
+    applied = command(1, *line.split(), value, "--normalize", "pack", cwd=folder)
+    assert applied.code == 0 and "_FillValue" not in applied.out + applied.err
+
 
 def write_dicom(folder):
     """Test files of pydicom as if of several patients, in folders by modality."""
