@@ -136,14 +136,19 @@ def test_microscopy_stacks(folder):
         for number in range(6):
             parts = [[cell(rng, infected, 1)[0] for _ in range(4)] for _ in range(3)]
             write(f"slides/{name}/{number}.tif", np.block(parts))
+            write("new_slide.tif", np.block(parts))
 
-    packed, _, _, predicted, tiled, _, _ = run_section("Microscopy stacks")
+    packed, _, _, predicted, tiled, _, _, slide = run_section("Microscopy stacks")
     assert "5 channels, uint16 values from" in packed.out and "divided by 4095" in packed.out
     assert "64 x 64 pixels, 1 channel" in tiled.out
     check_learned("cells")
     check_learned("tiles")
     assert [row["prediction"] for row in rows_of("cells.csv")] == ["healthy"] * 3 + ["infected"] * 3
     assert Path("cells.png").is_file() and "6 images" in predicted.err + predicted.out
+    assert (
+        len(slide.out.splitlines()) == 2 and slide.out.count("'") == 2 * 2 * 3
+    )  # 144 x 192 pixels
+    assert slide.out.count("infected") >= 5
     held_out = {re.sub(r"\[.*", "", row["source"]) for row in rows_of("tiles.csv")}
     assert len(held_out) == 2, held_out
 
@@ -155,6 +160,8 @@ def test_microscopy_stacks(folder):
     with h5py.File("stacks.h5") as file:
         stored = file["test/images"][0]
     assert np.array_equal(stored, tifffile.imread(files[0]).transpose(1, 2, 0))
+    whole = predict("tiles", "new_slide.tif", "--output", "whole.csv")
+    assert whole.code == 1 and "192x144 pixels, not 64x64" in whole.err
     refused = command(1, "pack", "stacks", "--overwrite", cwd=folder)
     assert refused.code == 2 and "5 pages in one TIFF" in refused.err
 
