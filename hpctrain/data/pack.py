@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpctrain.data.file_set import is_pattern
-from hpctrain.data.scale import BYTES, FULL, Scale, read_type
+from hpctrain.data.scale import BYTES, FULL, Scale, read_type, usual_maximum
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
 from hpctrain.errors import UsageError
@@ -303,10 +303,10 @@ def range_note(statistics: ChannelStatistics, scale: Scale, option: str) -> str:
     dark = statistics.high < scale.divisor / 2
     most = statistics.high.max()
     if dark.all():
-        largest = max(1, int(most))
+        bits, maximum = usual_maximum(most)
         return (
-            f"the largest value is {most:,.0f} of {scale.divisor:,.0f}: {option}{largest} makes it"
-            " 1.0"
+            f"the largest value is {most:,.0f} of {scale.divisor:,.0f}, as of"
+            f" {counted(bits, 'bit')}: {option}{maximum} makes that 1.0"
         )
     if not dark.any():
         return ""
@@ -362,9 +362,10 @@ def images_note(pack: Pack) -> str | None:
     if channels > min(height, width, MOST_CHANNELS):
         note += f"; if {channels} is not the number of channels, give another --layout"
     if scale.dtype in FULL and scale.is_full and scale.high < scale.divisor / 2:
+        bits, maximum = usual_maximum(scale.high)
         note += (
-            f"; the largest of {scale.divisor:,.0f} values found is {scale.high:,.0f}: --max-value"
-            f" {max(1, scale.high):.0f} would make it 1"
+            f"; the largest value found is {scale.high:,.0f} of {scale.divisor:,.0f}, as of"
+            f" {counted(bits, 'bit')}: --max-value {maximum} makes that 1.0"
         )
     return "; ".join([note, *pack.provenance["notes"]])
 

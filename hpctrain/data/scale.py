@@ -49,6 +49,15 @@ def is_unit(low: float, high: float) -> bool:
     return -ROUNDING <= low <= high <= 1 + ROUNDING
 
 
+def usual_maximum(largest: float) -> tuple[int, int]:
+    """Return how many bits hold whole numbers up to `largest`, and the largest number they hold.
+
+    Cameras and scanners store 10, 12 or 14 bits in 16.
+    """
+    bits = max(1, int(largest).bit_length())
+    return bits, 2**bits - 1
+
+
 def divide(values: np.ndarray, divisor: float) -> np.ndarray:
     """Return values as float32 multiplied by 1 / divisor: bytes, by 255, as those of a pack are.
 

@@ -45,6 +45,7 @@ from hpctrain.data.images import CHANGES, BadImage, Change, Fit, OtherKind, few_
 from hpctrain.data.orders import assign, assign_groups, check_splits, shuffled
 from hpctrain.data.pack import SPLITS, Pack, is_pack, range_note, read_pack, scale_of
 from hpctrain.data.partition import READ_BYTES
+from hpctrain.data.scale import usual_maximum
 from hpctrain.data.split import Bad, Split, pieces
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.values import Header
@@ -280,7 +281,7 @@ def no_image_error(source: Source) -> UsageError:
     text = f"source {source.name}: none of its {counted(len(source.bad), 'file')}"
     if {why for _, why in source.bad} == {os.strerror(errno.ENOENT)}:
         return UsageError(f"{text} is there: paths of a table are relative to {source.root}")
-    return UsageError(f"{text} is an image")
+    return UsageError(f"{text} can be packed: the reasons are above")
 
 
 def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
@@ -639,10 +640,11 @@ class PackChanges:
         scale = scale_of(kind.dtype, None, statistics)
         if kind.dtype == "uint8":
             if self.brightest <= NEARLY_BLACK:
-                largest = int(self.brightest)
+                bits, maximum = usual_maximum(self.brightest)
                 note(
-                    f"the largest value of all images is {largest} of 255: they look black;"
-                    f" --max-value {max(1, largest)} would make it 1.0"
+                    f"the largest value of all images is {int(self.brightest)} of 255, as of"
+                    f" {counted(bits, 'bit')}: they look black; --max-value {maximum} makes that"
+                    " 1.0"
                 )
         elif kind.dtype == "uint16":
             text = range_note(statistics, scale, "--max-value ")

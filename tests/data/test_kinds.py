@@ -283,7 +283,7 @@ def test_jpeg_packs_hold_8_bits(tmp_path, capfd):
 def test_other_types_are_refused_by_name(tmp_path, capfd):
     folder(tmp_path / "images", {f"{c}/x.npy": values("int16").astype(float) for c in "ab"})
     said = refused(tmp_path, capfd)
-    assert "a/x.npy: float64 values from -3" in said and "none of its 2 files is an image" in said
+    assert "a/x.npy: float64 values from -3" in said and "none of its 2 files can be packed" in said
 
 
 def test_large_files_that_differ_in_a_few_bytes_are_not_equal(tmp_path):

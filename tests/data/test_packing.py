@@ -210,7 +210,7 @@ def test_a_source_without_a_readable_image_is_refused(tmp_path, refusal):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "x.txt").write_text("hello")
     for settings in ({}, {"size": "9x9", "channels": 3, "skip_bad": True, "split": "1"}):
-        assert "none of its 1 file is" in refusal(tmp_path / "images", **settings)
+        assert "none of its 1 file can be packed" in refusal(tmp_path / "images", **settings)
 
 
 def test_splits_of_the_source_are_kept_and_validation_is_drawn_if_asked(tmp_path):

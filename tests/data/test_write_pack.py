@@ -326,9 +326,12 @@ def test_one_line_says_what_becomes_1_where_the_data_leave_no_doubt(tmp_path, ca
 
     twelve = values_of("u2") % 4096
     twelve[0, 0, 0] = 4095
-    assert "the largest value is 4,095 of 65,535: max_value=4095 makes it 1.0\n" in said(twelve)
+    assert (
+        "the largest value is 4,095 of 65,535, as of 12 bits: max_value=4095 makes that 1.0\n"
+        in said(twelve)
+    )
     assert said(twelve, max_value=4095) == ""
-    assert "1 of 255: max_value=1 makes it 1.0" in said(values_of("u1") % 2)
+    assert "1 of 255, as of 1 bit: max_value=1 makes that 1.0" in said(values_of("u1") % 2)
     assert said(values_of("u1")) == said(values_of("f4") % 1) == ""
     counts = values_of("u2")
     counts[..., 1] %= 30
@@ -349,7 +352,7 @@ def test_a_run_says_how_a_pack_is_understood_that_does_not_hold_bytes(tmp_path):
     assert "a.h5 holds images of 5 rows x 4 columns x 3 channels: int16 values from" in said
     assert "to 3276, divided by 4095, without nodata (-7)" in said
     said = images_note(write(tmp_path / "a.h5", values_of("u2") % 4096))
-    assert said.endswith(": --max-value 4089 makes it 1.0")
+    assert said.endswith(" is 4,089 of 65,535, as of 12 bits: --max-value 4095 makes that 1.0")
     assert images_note(write(tmp_path / "a.h5", IMAGES)) is None
 
 
