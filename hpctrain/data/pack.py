@@ -359,7 +359,7 @@ def images_note(pack: Pack) -> str | None:
         f"{where} is read as {images.shape[0]:,} images of {shape} ({pack.layout}), of"
         f" {len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
     )
-    if channels > min(height, width, MOST_CHANNELS):
+    if channels > min(height, width):
         note += f"; if {channels} is not the number of channels, give another --layout"
     if scale.dtype in FULL and scale.is_full and scale.high < scale.divisor / 2:
         bits, maximum = usual_maximum(scale.high)

@@ -28,6 +28,7 @@ from hpctrain.data.images import (
     centred_box,
     compare_size,
 )
+from hpctrain.text import counted
 
 ASSOCIATED = 1  # ExtraSamples: colours are multiplied by alpha
 ALPHA = (ASSOCIATED, 2)
@@ -164,7 +165,7 @@ def choose_channels(values: np.ndarray, colours: int, fit: Fit, changes: Changes
             return values
         changes.kinds |= Change.COLOUR_TO_GRAY
         return round_to(values @ LUMA, values.dtype)[..., None]
-    raise OtherKind(f"{count:,} channels, not {fit.channels:,}")
+    raise OtherKind(f"{counted(count, 'channel')}, not {fit.channels:,}")
 
 
 def round_to(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

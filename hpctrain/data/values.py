@@ -65,6 +65,7 @@ from hpctrain.data.samples import (
     fit_samples,
 )
 from hpctrain.data.tiff import invert, open_tiff
+from hpctrain.text import counted
 
 MOST_CHANNELS = 64  # of an array whose first axis is the shortest: else it looks like (C, H, W)
 NPY_START = b"\x93NUMPY"
@@ -136,7 +137,7 @@ def decode_contents(
         width, height, channels, _ = contents.header()
         fit = fit.of_size(width, height)._replace(channels=fit.channels or channels)
         if fit.channels not in (1, 3):
-            raise OtherKind(f"{channels} channels, not {fit.channels:,}")
+            raise OtherKind(f"{counted(channels, 'channel')}, not {fit.channels:,}")
         if not isinstance(data, Image.Image):
             image = open_image(data)  # reading the header may have decoded it
     if isinstance(data, Image.Image):

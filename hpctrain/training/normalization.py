@@ -84,7 +84,8 @@ def check_range(config: Config, pack: Pack) -> None:
         return
     ways = ["--max-value 1, which takes them as they are"]
     if scale.low >= 0:
-        likely = next((full for full in FULL.values() if scale.high <= full), scale.high)
+        full = [most for most in FULL.values() if most / 2 < scale.high <= most]
+        likely = [*full, scale.high][0]
         ways.insert(0, f"--max-value {likely:.10g}, which divides them by that")
     if not FACTS[config.task].is_unit:
         ways.append("--normalize pack or image, by mean and std")

@@ -126,6 +126,14 @@ def folder(tmp_path, monkeypatch):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             pixels = rng.integers(0, 255, (48, 56, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / path)
+        stack = Path(f"stacks/{file.parent.name}/{number}.tif")
+        (tmp_path / stack).parent.mkdir(parents=True, exist_ok=True)
+        pages = [Image.fromarray(rng.integers(0, 4096, (24, 24), dtype=np.uint16)) for _ in "ab"]
+        pages[0].save(tmp_path / stack, save_all=True, append_images=pages[1:])
+        scene = tmp_path / f"scenes/{file.parent.name}"
+        scene.mkdir(parents=True, exist_ok=True)
+        if number < 30:
+            np.save(scene / f"{number}.npy", rng.integers(-99, 999, (256, 300), dtype=np.int16))
     with tarfile.open(tmp_path / "photos.tgz", "w:gz") as archive:
         archive.add(tmp_path / "photos", "photos")
     with open(tmp_path / "labels.csv", "w", newline="") as file:
@@ -153,11 +161,26 @@ def forget(comm, folder):
         sys.modules.pop(name, None)
 
 
+def prepare_set(pattern, settings):
+    """Make HDF5 files that a pattern stands for, with --layout HWC of one sample each."""
+    images, labels = draw_images(np.random.default_rng(0), 60, (40, 40, 3), 3)
+    is_sample = settings.layout == "HWC"
+    for row in range(0, 60, 1 if is_sample else 6):
+        path = Path(pattern.replace("**", "folder").replace("*", str(row)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = row if is_sample else slice(row, row + 6)
+        with h5py.File(path, "w") as file:
+            file[settings.images] = images[rows]
+            file[settings.labels] = labels[rows]
+
+
 def prepare(name, settings):
     """Make what a command names, in the current folder, if nothing made it."""
     data = getattr(settings, "data", None) or ""
     shape = (28, 28, 1) if re.match("digits|mnist", data) else (40, 40, 3)
-    if data and not Path(data).exists() and getattr(settings, "images", None):
+    if "*" in data:
+        prepare_set(data, settings)
+    elif data and not Path(data).exists() and getattr(settings, "images", None):
         with h5py.File(data, "w") as file:
             for split in ("train", "test") if "{split}" in settings.images else ("",):
                 images, labels = draw_images(np.random.default_rng(0), 60, shape, 3)
