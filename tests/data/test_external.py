@@ -487,11 +487,11 @@ def test_more_channels_than_usual_need_a_layout(tmp_path):
 
 def test_a_note_says_what_would_make_the_largest_value_1(tmp_path):
     """Masks of 0 and 1, and 12 bits in 16, are dark; images that fill their type are not."""
-    for images, high in ((IMAGES, None), (IMAGES > 99, 1), (IMAGES.astype("u2") * 16, 3504)):
+    for images, maximum in ((IMAGES, None), (IMAGES > 99, 1), (IMAGES.astype("u2") * 16, 4095)):
         stored = images.astype("u1") if images.dtype == bool else images
         note = images_note(read(write(tmp_path / "a.h5", stored, LABELS), "x", "y"))
-        assert ("--max-value" in note) == (high is not None)
-        assert high is None or f"--max-value {stored.max()}" in note
+        assert ("--max-value" in note) == (maximum is not None)
+        assert maximum is None or f"--max-value {maximum} makes that 1.0" in note
 
 
 @pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])

@@ -283,7 +283,7 @@ def test_networks_of_other_channels_than_pictures_take_arrays(comm, data, tmp_pa
     alone = network.predict(images[5]).probabilities
     assert np.allclose(alone, expected[5:6], rtol=1e-3, atol=1e-5)
     for given in (photos, Image.new("RGB", (12, 12)), images[:, :9], np.zeros((12, 12, 3), "u1")):
-        reason = "[13] channels, not 4|12, 12, 4"
+        reason = "[13] channels?, not 4|12, 12, 4"
         with pytest.raises((hp.RunError, hp.UsageError), match=reason):
             network.predict(given)
 
