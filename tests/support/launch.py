@@ -126,8 +126,14 @@ def run_mpi(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`mpirun -n N python ARGS`: for example run_mpi(2, ["-m", "hpctrain", "doctor"])."""
-    return run([mpirun(), "-n", str(n), sys.executable, *args], timeout, env, cwd)
+    """`mpirun -n N python ARGS`: for example run_mpi(2, ["-m", "hpctrain", "doctor"]).
+
+    What was printed is returned without NUL, which mpirun may write into it when ranks abort.
+    """
+    ended = run([mpirun(), "-n", str(n), sys.executable, *args], timeout, env, cwd)
+    ended.stdout = ended.stdout.replace("\0", "")
+    ended.stderr = ended.stderr.replace("\0", "")
+    return ended
 
 
 def run_cli(
