@@ -52,6 +52,8 @@ from hpctrain.watchdog import started
 if TYPE_CHECKING:
     from hpctrain.inference.trained import TrainedNetwork
 
+CONTRAST = 2.0  # standard deviations from the mean, of black and white in pictures
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -310,7 +312,7 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                 if config.mistakes:
                     default = network.path.with_name("mistakes.png")
                     picture = picture_path(config.output, default)
-                    draw_mistakes(picture, result, task, split, network.scale)
+                    draw_mistakes(picture, result, task, split, network)
                 if config.output:
                     output = Path(config.output)
                     write_evaluation(output, result, split.pack, network.path, config.split)
@@ -342,21 +344,23 @@ def print_evaluation(result: Evaluation, task: Task, split: str) -> None:
     )
 
 
-def draw_mistakes(path: Path, result: Evaluation, task: Task, split: Split, scale: Scale) -> None:
+def draw_mistakes(
+    path: Path, result: Evaluation, task: Task, split: Split, network: TrainedNetwork
+) -> None:
     """Write a picture of the most confident mistakes, and print a line for each of them."""
     captions, total = task.mistakes(result.tallies)
     if not captions:
         say(f"{split.name}: no mistakes to draw")
         return
-    lines = draw_answers(path, split, captions, scale)
+    lines = draw_answers(path, split, captions, network)
     last = f"{path}: the {len(lines):,} most confident of {total:,} mistakes"
     say("\n".join([*lines, last]))
 
 
 def draw_answers(
-    path: Path, source: ImageSource, captions: Sequence[Caption], scale: Scale
+    path: Path, source: ImageSource, captions: Sequence[Caption], network: TrainedNetwork
 ) -> list[str]:
-    """Write a picture of images of `source`, drawn by the network's scale, each above its caption.
+    """Write a picture of images of `source`, drawn as `as_pictures` says, each above its caption.
 
     A caption is the image's name and the lines of its answer, of which the last two are red if it
     is wrong. Returns the captions, one line for each image.
@@ -368,7 +372,7 @@ def draw_answers(
     texts = [(name, *caption.lines) for name, caption in zip(names, captions, strict=True)]
     short = [(short_name(name), *lines) for name, *lines in texts]
     wrong = [number for number, caption in enumerate(captions) if caption.is_wrong]
-    pictures, title = as_pictures(images, source.divisor, scale)
+    pictures, title = as_pictures(images, source.divisor, network)
     results.write_image(path, results.draw_captioned(pictures, short, wrong, title))
     return [", ".join(lines) for lines in texts]
 
@@ -381,30 +385,46 @@ def short_name(source: str) -> str:
     return PurePath(source).name
 
 
-def as_pictures(images: np.ndarray, divisor: float, scale: Scale) -> tuple[np.ndarray, str]:
+def as_pictures(
+    images: np.ndarray, divisor: float, network: TrainedNetwork
+) -> tuple[np.ndarray, str]:
     """Return stored images (n, H, W, C), divided by `divisor`, as pictures (n, H, W, 1 or 3), and
     the title of these.
 
     Of 2 channels the first is drawn, of more than 3 the first three. Where the network was not
-    trained on bytes, black and white are the smallest and the largest value of its training, and
-    places without data are black. The title says what is drawn.
+    trained on bytes, black and white are the smallest and the largest value of its training. If
+    1.0 is not the largest value of the type, and the network normalizes, they are `CONTRAST`
+    standard deviations below and above the mean, as channels may have different units. Places
+    without data are black. The title says what is drawn.
     """
+    scale = network.scale
+    pipeline = network.inference.pipeline
     channels = images.shape[3]
+    drawn = channels
     parts = list[str]()
     if channels == 2:
-        images = images[..., :1]
+        drawn = 1
         parts.append("channel 1 of 2")
     elif channels > 3:
-        images = images[..., :3]
+        drawn = 3
         parts.append(f"channels 1, 2 and 3 of {channels} as red, green and blue")
+    shown = images[..., :drawn]
     if scale.is_bytes:
-        return unit_values(images, divisor), ", ".join(parts)
-    parts.append(f"{scale.dtype} values from {scale.low:,g} (black) to {scale.high:,g} (white)")
-    low = scale.low / scale.divisor
-    extent = (scale.high - scale.low) / scale.divisor or 1.0
-    values = ((images / np.float64(divisor) - low) / extent).clip(0, 1)
+        return unit_values(shown, divisor), ", ".join(parts)
+    if pipeline.normalization and not scale.is_full:
+        inputs = pipeline.inputs(torch.from_numpy(images), divisor=divisor)[:, :drawn]
+        values = inputs.permute(0, 2, 3, 1).double().cpu().numpy()
+        low = -CONTRAST
+        high = CONTRAST
+        parts.append(f"normalized {scale.dtype} values from {low:g} (black) to {high:g} (white)")
+    else:
+        values = shown / np.float64(divisor)
+        low = scale.low / scale.divisor
+        high = scale.high / scale.divisor
+        parts.append(f"{scale.dtype} values from {scale.low:,g} (black) to {scale.high:,g} (white)")
+    values = ((values - low) / (high - low or 1.0)).clip(0, 1)
     if scale.nodata is not None:
-        values[is_nodata(images, scale.nodata)] = 0
+        values[is_nodata(shown, scale.nodata)] = 0
     return values, ", ".join(parts)
 
 

@@ -108,7 +108,7 @@ def write_table(
                 say(f"{output}: {total - len(bad):,} images {task.facts.answered}")
             if captions:
                 picture = picture_path(output, Path("predictions.png"))
-                draw_answers(picture, source, captions, network.scale)
+                draw_answers(picture, source, captions, network)
                 say(
                     f"{picture}: {len(captions):,} images with their answers",
                     sys.stderr if output == "-" else None,

@@ -110,6 +110,25 @@ def test_images_of_any_type_are_drawn_by_the_range_of_the_training(
             assert sum(place is not None for place in places) == 9
 
 
+@pytest.mark.parametrize("normalize", ["pack", "image"])
+def test_channels_of_different_units_are_drawn_by_their_own_means(tmp_path, normalize):
+    steps = np.random.default_rng(0).integers(0, 9, (40, 12, 12, 3))
+    steps[:, 0, :2] = [[0], [8]]
+    images = (steps * [1e-3, 1.0, 100.0] + [0, 280, 50_000]).astype("f4")
+    images[:, 5, 5] = -1
+    path = write(tmp_path / "a.h5", images, np.arange(40) % 2)
+    words = ["--images", "x", "--labels", "y", "--split", "0.5,0.5", "--nodata=-1"]
+    words += ["--model", "tests.support.nets:OneLayer", "--normalize", normalize]
+    run = train_once(path, *words)
+    words = [run, "--trust-code", *ONE_THREAD, "--figure", "9"]
+    assert command(1, "predict", *words, "--output", tmp_path / "a.csv").code == 0
+    sheet = read_sheet(tmp_path / "a.png")
+    for channel in range(3):
+        drawn = sheet[24:108, 4:88, channel]
+        assert drawn[40:42, 40:42].max() == 0, "no data"
+        assert np.ptp(drawn) > 150
+
+
 @pytest.mark.ranks(1, 3)
 def test_files_are_drawn_but_none_that_cannot_be_read(comm, trained, tmp_path, monkeypatch, capsys):
     photos = tmp_path / "photos"
