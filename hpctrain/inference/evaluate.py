@@ -230,11 +230,25 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
                     f"{pack.path} is not the pack that {network.path} was trained on, nor like it:"
                     f" {name} {brief(value)}, not {brief(trained)}; give --data"
                 )
+        if config.data:
+            say_share(pack, config.split)
         return pack
 
     pack = on_root(comm, find_pack)
     with on_all(comm):
         return Split(pack, config.split, network.decoders)
+
+
+def say_share(pack: Pack, split: str) -> None:
+    """Print a line on how many images of an external file a split has, if splits were drawn."""
+    if pack.external is None or "{split}" in pack.external["images"]:
+        return
+    total = sum(info.samples for info in pack.splits.values())
+    say(
+        f"{pack.path}: {pack.splits[split].samples:,} of {total:,} images are its split {split},"
+        " drawn as in the training; hp.load(RUN).predict takes all as arrays",
+        sys.stderr,
+    )
 
 
 def read_in_scale(

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.config import PredictConfig
-from hpctrain.data.scale import Scale
+from hpctrain.data.scale import Scale, is_nodata
 from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
@@ -145,7 +145,8 @@ def write_images(
     """Restore every image with the network, and write files of them to --output. Collective.
 
     They have the names of the images, all behind their numbers if two are the same, and values as
-    stored for the training: PNG files where PNG can hold these, else .npy files (H, W, C).
+    stored for the training, also those that are no data: PNG files where PNG can hold these, else
+    .npy files (H, W, C).
     """
     folder = Path("restored" if config.output == PredictConfig.output else config.output)
     stems = [Path(file).stem for file in images.names]
@@ -161,8 +162,11 @@ def write_images(
             folder.mkdir(parents=True, exist_ok=True)
         for block, restored in inference.answers(images, mine):
             bad |= block.bad
-            for row, image in zip(block.rows.tolist(), restored, strict=True):
-                write_stored(folder / f"{stems[row]}{suffix}", as_stored(image, scale))
+            stored = as_stored(restored, scale)
+            if scale.nodata is not None:
+                copy_nodata(images, block.rows, stored, scale.nodata)
+            for row, image in zip(block.rows.tolist(), stored, strict=True):
+                write_stored(folder / f"{stems[row]}{suffix}", image)
     say_changes(images, scale, comm)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
@@ -191,14 +195,21 @@ def is_png(dtype: str, channels: int) -> bool:
     return dtype == "uint8" and channels in PICTURE_CHANNELS
 
 
-def as_stored(image: np.ndarray, scale: Scale) -> np.ndarray:
-    """Return a restored image (H, W, C) with values as stored for the training."""
-    values = image * scale.divisor
+def as_stored(images: np.ndarray, scale: Scale) -> np.ndarray:
+    """Return restored images (n, H, W, C) with values as stored for the training."""
+    values = images * scale.divisor
     dtype = np.dtype(scale.dtype)
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         values = values.round().clip(limits.min, limits.max)
     return values.astype(dtype)
+
+
+def copy_nodata(images: Images, rows: np.ndarray, restored: np.ndarray, nodata: float) -> None:
+    """Set restored images (n, H, W, C) to `nodata` where those of these rows (n,) hold no data."""
+    before = np.empty(restored.shape, images.dtype)
+    images.gather(rows, before, bad=Bad())
+    restored[is_nodata(before, nodata)] = nodata
 
 
 def write_stored(path: Path, image: np.ndarray) -> None:

@@ -109,6 +109,22 @@ def test_values_that_png_cannot_hold_are_restored_as_arrays(tmp_path):
     assert np.allclose(restored, output, atol=1e-6)
 
 
+@pytest.mark.parametrize("nodata", [-9.0, float("nan")])
+def test_restored_images_have_no_data_where_the_given_ones_have_none(tmp_path, nodata):
+    images, labels = pixels(64, (8, 8, 3), 3)
+    images = (images / 255).astype("f4")
+    images[:, 2, 3:5, 1] = nodata
+    path = write(tmp_path / "a.h5", images, labels)
+    words = ["--images", "x", "--labels", "y", "--task", "denoise", "--epochs", "1"]
+    run = train_once(path, *words, f"--nodata={nodata}")
+    np.save(tmp_path / "5.npy", images[5])
+    ended = command(1, "predict", run, tmp_path / "5.npy", "--output", tmp_path / "clean")
+    assert ended.code == 0, ended.err
+    restored = np.load(tmp_path / "clean/5.npy")
+    is_missing = np.isnan(restored) if np.isnan(nodata) else restored == nodata
+    assert np.argwhere(is_missing).tolist() == [[2, 3, 1], [2, 4, 1]]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_images_are_restored_into_a_folder(trained, tmp_path, ranks):
     """One that cannot be read leaves no file; all are numbered if two have the same name."""

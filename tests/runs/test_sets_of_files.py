@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 
 import h5py
@@ -150,6 +151,10 @@ def test_evaluate_and_predict_read_the_set_of_the_training(whole, tmp_path):
     one_file = os.path.join(os.path.dirname(os.path.dirname(whole["data"])), "one.h5")
     ended = command(1, "evaluate", model, "--data", one_file, *cache)
     assert ended.code == 0, ended.err
+    tested = re.findall(r"test: (\d+) images", ended.out)
+    shares = re.findall(r"one\.h5: (\d+) of (\d+) images are its split test", ended.err)
+    assert [share for share, _ in shares] == tested, ended
+    assert int(shares[0][0]) < int(shares[0][1])
 
 
 REFUSED = {
