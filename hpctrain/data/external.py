@@ -54,6 +54,7 @@ from hpctrain.data.scale import (
     Scale,
     can_hold,
     is_nodata,
+    present_values,
     read_type,
     usual_divisor,
 )
@@ -72,7 +73,7 @@ MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20
 
 
-class Content(NamedTuple):
+class ExternalContent(NamedTuple):
     """The content of an external file, by split; the first is train."""
 
     infos: dict[str, SplitInfo]
@@ -92,7 +93,7 @@ def read_external(path: str | os.PathLike[str], options: ExternalOptions) -> Pac
     return make_pack(path, content, options)
 
 
-def make_pack(path: str, content: Content, options: ExternalOptions) -> Pack:
+def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> Pack:
     """Split and identify the content of an external file, or of a set of files. Raises UsageError.
 
     Labels are mapped to 0 ... K-1 in ascending order, strings sorted; they name the classes.
@@ -149,7 +150,7 @@ def make_pack(path: str, content: Content, options: ExternalOptions) -> Pack:
     )
 
 
-def check_alike(path: str, content: Content, train: str, values: np.ndarray) -> None:
+def check_alike(path: str, content: ExternalContent, train: str, values: np.ndarray) -> None:
     """Raise UsageError for a split with other images than train, or other labels than `values`."""
     images = content.infos[train].images
     train_kind = images.shape[1:], np.dtype(images.dtype).name
@@ -164,7 +165,7 @@ def check_alike(path: str, content: Content, train: str, values: np.ndarray) -> 
 
 def describe_file(
     path: str,
-    content: Content,
+    content: ExternalContent,
     train: str,
     values: np.ndarray,
     options: ExternalOptions,
@@ -212,9 +213,9 @@ def describe_file(
     )
 
 
-def read_content(file: h5py.File, options: ExternalOptions) -> Content:
+def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
     """Locate the images of all splits, and read the labels. Raises Unusable."""
-    content = Content(
+    content = ExternalContent(
         infos={},
         labels={},
         layout=options.layout or "",
@@ -592,9 +593,7 @@ def _probe_images(pack: Pack, info: SplitInfo) -> ProbedImages:
         if info.files is not None:
             where = info.files.place_of(int(rows[place]), info.images.dataset)
         raise UsageError(f"{info.path}: {where} {unusable[place]}")
-    values = stored
-    if scale.nodata is not None:
-        values = stored[~is_nodata(stored, scale.nodata)]
+    values = present_values(stored, scale.nodata)
     low = float(values.min())
     high = float(values.max())
     if values.dtype.kind == "f":

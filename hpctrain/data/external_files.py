@@ -18,7 +18,7 @@ import numpy as np
 
 from hpctrain.data import file_index
 from hpctrain.data.external import (
-    Content,
+    ExternalContent,
     choose_layout,
     describe_attributes,
     make_pack,
@@ -57,7 +57,7 @@ def open_external(
     return make_pack(pattern, read_set(pattern, options, cache_dir), options)
 
 
-def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
+def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> ExternalContent:
     """Read what the files of an absolute pattern hold, in the order of their names.
 
     Raises UsageError, also if the files differ in more than their numbers of samples.
@@ -70,7 +70,6 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
     key = (options.images, options.labels, options.layout, str(options.nodata))
     read = partial(read_file_of_set, options=options)
     index, note = file_index.index_files(pattern, key, cache_dir, read)
-    kind = index.kind
     try:
         labels = number_names(index.labels, f"the labels {options.labels}")
     except Unusable as error:
@@ -78,9 +77,9 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
     folder, _ = split_pattern(pattern)
     files = index.file_set(folder, is_sample=options.layout in ONE_SAMPLE)
     images = Stored(
-        dataset=kind.dataset,
-        dtype=kind.dtype,
-        shape=(len(labels), *kind.shape),
+        dataset=index.format.dataset,
+        dtype=index.format.dtype,
+        shape=(len(labels), *index.format.shape),
         chunk_rows=int(files.chunk_rows.max()),
     )
     notes = [note] if note else []
@@ -93,16 +92,16 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> Content:
         targets=labels,
         files=files,
     )
-    return Content(
+    return ExternalContent(
         infos={"": info},
         labels={"": labels},
-        layout=kind.layout,
+        layout=index.format.layout,
         sizes={},
         notes=notes,
     )
 
 
-def read_file_of_set(path: str, options: ExternalOptions) -> file_index.Content:
+def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileContent:
     """Read what one file of a set holds, but for its images. Raises UsageError."""
     with open_hdf5(path) as file:
         images = find_dataset(file, options.images)
@@ -120,20 +119,20 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.Content:
                 f"{images.name} or {labels.name} is stored in another file: a set is of files that"
                 " hold both"
             )
-        kind = "strings" if texts.dtype.kind == "U" else "integers"
+        label_type = "strings" if texts.dtype.kind == "U" else "integers"
         if labels.size > rows:
-            kind = f"one-hot of {labels.size // rows}"
+            label_type = f"one-hot of {labels.size // rows}"
         notes = describe_attributes(images, options.nodata) if len(images.attrs) else []
         crc32 = probe_file(images, stored, path)
         for text in texts.tolist():
             crc32 = zlib.crc32(f"{text}\n".encode(), crc32)
-        return file_index.Content(
-            kind=file_index.Kind(
+        return file_index.FileContent(
+            format=file_index.FileFormat(
                 dataset=stored.dataset,
                 dtype=stored.dtype,
                 layout=layout,
                 shape=stored.shape[1:],
-                labels=kind,
+                labels=label_type,
             ),
             rows=rows,
             offset=stored.offset,

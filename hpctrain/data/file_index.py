@@ -33,7 +33,7 @@ FILES_AT_A_TIME = 64
 SETTLED = 2_000_000_000  # ns after which another modification has another time
 
 
-class Kind(NamedTuple):
+class FileFormat(NamedTuple):
     """What all files of a set agree in."""
 
     dataset: str
@@ -46,10 +46,10 @@ class Kind(NamedTuple):
         return f"images of {self.dtype} {self.shape} in {self.layout}, and labels {self.labels}"
 
 
-class Content(NamedTuple):
+class FileContent(NamedTuple):
     """What one file holds."""
 
-    kind: Kind
+    format: FileFormat
     rows: int
     offset: int  # position of its first image; 0: read by HDF5
     chunk_rows: int  # rows of a chunk; 0 = no chunks that hold several
@@ -58,7 +58,7 @@ class Content(NamedTuple):
     labels: np.ndarray  # (rows,) int64, or strings
 
 
-class Listing(NamedTuple):
+class MatchingFiles(NamedTuple):
     """The F files that a pattern stands for."""
 
     folder: str
@@ -68,9 +68,9 @@ class Listing(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What F files of one kind hold."""
+    """What F files of one format hold."""
 
-    kind: Kind
+    format: FileFormat
     names: np.ndarray  # (F,) bytes
     sizes: np.ndarray  # (F,) int64, bytes
     modified: np.ndarray  # (F,) int64, ns; 0 = not known for certain
@@ -95,14 +95,14 @@ class Index(NamedTuple):
             is_sample=is_sample,
         )
 
-    def contents(self) -> list[Content]:
+    def contents(self) -> list[FileContent]:
         """Return what each file holds."""
         firsts = np.cumsum(self.rows) - self.rows
         columns = (firsts, self.rows, self.offsets, self.chunk_rows, self.crc32)
         numbers = np.stack(columns, axis=1).tolist()
         return [
-            Content(
-                kind=self.kind,
+            FileContent(
+                format=self.format,
                 rows=rows,
                 offset=offset,
                 chunk_rows=chunk_rows,
@@ -117,39 +117,39 @@ class Index(NamedTuple):
 
 
 def index_files(
-    pattern: str, key: Sequence[object], cache_dir: str, read: Callable[[str], Content]
+    pattern: str, key: Sequence[object], cache_dir: str, read: Callable[[str], FileContent]
 ) -> tuple[Index, str]:
     """Return the index of the files of an absolute `pattern`, and a note if it cannot be kept.
 
     `read` returns what the file of this path holds, as the texts of `key` say. Raises UsageError if
     no file matches, if one cannot be used, or if they differ.
     """
-    listing = list_files(pattern)
+    matching = list_files(pattern)
     path = None
     kept = None
     if cache_dir:
         digest = hashlib.sha256(json.dumps([VERSION, pattern, *key]).encode()).hexdigest()
         path = Path(cache_dir) / f"files-{digest[:16]}.npz"
         kept = read_index(path)
-    if kept is not None and _is_current(kept, listing):
+    if kept is not None and _is_current(kept, matching):
         return kept, ""
     began = time.time_ns()
-    contents = read_changed(listing, kept, read)
-    index = join_contents(listing, contents)
+    contents = read_changed(matching, kept, read)
+    index = join_contents(matching, contents)
     if path is None:
         return index, ""
-    is_settled = np.abs(began - listing.modified) > SETTLED
+    is_settled = np.abs(began - matching.modified) > SETTLED
     try:
-        write_index(path, index._replace(modified=np.where(is_settled, listing.modified, 0)))
+        write_index(path, index._replace(modified=np.where(is_settled, matching.modified, 0)))
     except OSError as error:
         return index, (
-            f"the index of {counted(len(listing.names), 'file')} cannot be kept as {path}"
+            f"the index of {counted(len(matching.names), 'file')} cannot be kept as {path}"
             f" ({error.strerror}): each launch reads all files"
         )
     return index, ""
 
 
-def list_files(pattern: str) -> Listing:
+def list_files(pattern: str) -> MatchingFiles:
     """List the files of an absolute pattern, with their sizes. Raises UsageError."""
     folder, wildcards = split_pattern(pattern)
     doing(f"listing {folder}")
@@ -176,7 +176,7 @@ def list_files(pattern: str) -> Listing:
                 f"{pattern} matches {path}, which is the same file as {other}: leave out the link,"
                 " or its samples would be there twice"
             )
-    return Listing(
+    return MatchingFiles(
         folder=folder,
         names=np.array([os.fsencode(name) for name in names]),
         sizes=np.array([state.st_size for state in states]),
@@ -191,32 +191,32 @@ def _status(path: str) -> os.stat_result:
         raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
 
 
-def _is_current(index: Index, listing: Listing) -> bool:
+def _is_current(index: Index, matching: MatchingFiles) -> bool:
     """Whether all files are those of the index, and no others."""
     return all(
-        np.array_equal(getattr(index, column), getattr(listing, column))
+        np.array_equal(getattr(index, column), getattr(matching, column))
         for column in ("names", "sizes", "modified")
     )
 
 
 def read_changed(
-    listing: Listing, kept: Index | None, read: Callable[[str], Content]
-) -> list[Content]:
+    matching: MatchingFiles, kept: Index | None, read: Callable[[str], FileContent]
+) -> list[FileContent]:
     """Return what each file holds: of those that are not changed, what was `kept`.
 
     Raises UsageError for the first file that cannot be used, with the number of such files.
     """
-    contents_of: dict[tuple[bytes, int, int], Content] = {}
+    contents_of: dict[tuple[bytes, int, int], FileContent] = {}
     if kept is not None:
         keys = zip(kept.names.tolist(), kept.sizes.tolist(), kept.modified.tolist(), strict=True)
         contents_of = dict(zip(keys, kept.contents(), strict=True))
-    contents: list[Content] = []
+    contents: list[FileContent] = []
     problems: list[str] = []
-    total = len(listing.names)
+    total = len(matching.names)
     keys = zip(
-        listing.names.tolist(),
-        listing.sizes.tolist(),
-        listing.modified.tolist(),
+        matching.names.tolist(),
+        matching.sizes.tolist(),
+        matching.modified.tolist(),
         strict=True,
     )
     for number, key in enumerate(keys):
@@ -224,7 +224,7 @@ def read_changed(
         if content is None:
             doing(f"reading file {number + 1:,} of {total:,}")
             try:
-                content = read(os.path.join(listing.folder, os.fsdecode(key[0])))
+                content = read(os.path.join(matching.folder, os.fsdecode(key[0])))
             except UsageError as error:
                 problems.append(str(error))
                 if number == 0:  # likely a wrong dataset: all others would be read in vain
@@ -239,24 +239,24 @@ def read_changed(
     return contents
 
 
-def join_contents(listing: Listing, contents: Sequence[Content]) -> Index:
+def join_contents(matching: MatchingFiles, contents: Sequence[FileContent]) -> Index:
     """Return the index of files with these contents. Raises UsageError if they differ."""
-    first = contents[0].kind
-    unlike = [number for number, content in enumerate(contents) if content.kind != first]
+    first = contents[0].format
+    unlike = [number for number, content in enumerate(contents) if content.format != first]
     if unlike:
         paths = [
-            os.path.join(listing.folder, os.fsdecode(listing.names[number]))
+            os.path.join(matching.folder, os.fsdecode(matching.names[number]))
             for number in (unlike[0], 0)
         ]
         raise UsageError(
-            f"{paths[0]} holds {contents[unlike[0]].kind}, but {paths[1]} {first}:"
+            f"{paths[0]} holds {contents[unlike[0]].format}, but {paths[1]} {first}:"
             f" {len(unlike):,} of {len(contents):,} files differ from the first"
         )
     return Index(
-        kind=first,
-        names=listing.names,
-        sizes=listing.sizes,
-        modified=listing.modified,
+        format=first,
+        names=matching.names,
+        sizes=matching.sizes,
+        modified=matching.modified,
         rows=np.array([content.rows for content in contents]),
         offsets=np.array([content.offset for content in contents]),
         chunk_rows=np.array([content.chunk_rows for content in contents]),
@@ -273,10 +273,10 @@ def read_index(path: Path) -> Index | None:
             columns = {name: arrays[name] for name in Index._fields}  # compares their CRC-32
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
-    dataset, dtype, layout, shape, labels = json.loads(str(columns.pop("kind")))
+    dataset, dtype, layout, shape, labels = json.loads(str(columns.pop("format")))
     if columns["labels"].dtype.kind != "U":
         columns["labels"] = columns["labels"].astype(np.int64)
-    return Index(kind=Kind(dataset, dtype, layout, tuple(shape), labels), **columns)
+    return Index(format=FileFormat(dataset, dtype, layout, tuple(shape), labels), **columns)
 
 
 def write_index(path: Path, index: Index) -> None:
@@ -285,7 +285,9 @@ def write_index(path: Path, index: Index) -> None:
     if labels.dtype.kind != "U":
         ends = (labels.min(), labels.max())
         labels = labels.astype(np.result_type(*map(np.min_scalar_type, ends)))
-    columns = index._replace(labels=labels)._asdict() | {"kind": np.array(json.dumps(index.kind))}
+    columns = index._replace(labels=labels)._asdict() | {
+        "format": np.array(json.dumps(index.format))
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_left_behind(path)
     with whole_file(path, point="index") as file:
