@@ -361,6 +361,9 @@ def images_note(pack: Pack) -> str | None:
     )
     if channels > min(height, width):
         note += f"; if {channels} is not the number of channels, give another --layout"
+    is_usual = scale.dtype == "uint8" or scale.is_full
+    if not is_usual or scale.nodata is not None:
+        note += f"; a few images that were read have {scale}"
     if scale.dtype in FULL and scale.is_full and scale.high < scale.divisor / 2:
         bits, maximum = usual_maximum(scale.high)
         note += (

@@ -494,6 +494,19 @@ def test_a_note_says_what_would_make_the_largest_value_1(tmp_path):
         assert maximum is None or f"--max-value {maximum} makes that 1.0" in note
 
 
+def test_a_note_says_the_range_of_values_that_are_not_bytes_or_in_0_to_1(tmp_path):
+    """So that a fill value shows of which the file says nothing."""
+    images = IMAGES.astype("i2")
+    images[::2, 3] = -9999
+    path = write(tmp_path / "a.h5", images, LABELS)
+    assert "have int16 values from -9999 to " in images_note(read(path, max_value=255.0))
+    note = images_note(read(path, nodata=-9999.0))
+    assert "int16 values from 0 to " in note and "without nodata (-9999)" in note
+    for plain in (IMAGES, IMAGES.astype("u2") * 257, (IMAGES / 255).astype("f4")):
+        path = write(tmp_path / "a.h5", plain, LABELS)
+        assert "values from" not in images_note(read(path))
+
+
 @pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])
 @pytest.mark.parametrize(
     ("dtype", "max_value", "value"),

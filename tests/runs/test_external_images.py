@@ -254,7 +254,7 @@ def test_integers_that_float32_rounds_are_said_unless_their_mean_is_subtracted(c
     assert not said["b"]
     write(comm, settings, images.astype("u8") + 2**55, labels)
     hp.train(**settings | {"normalize": "pack", "run": "c"})
-    said = [note for note in notes(settings | {"run": "c"}) if "float64" in note]
+    said = [note for note in notes(settings | {"run": "c"}) if "are rounded: float64" in note]
     assert len(said) == 1 and "to 9,007,199,254,740,992 alone" in said[0]
 
 
