@@ -5,6 +5,7 @@ At a terminal, a live bar stands below these lines. Everything is derived from t
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 import time
@@ -202,15 +203,25 @@ def header_lines(facts: Record) -> Iterator[str]:
     if facts["shards"] != ranks:
         network.append(counted(facts["shards"], "shard"))
     yield f"Run {facts['name']}: {_joined(network)}"
-    pack = os.path.basename(facts["pack"])
+    data = name_of_data(facts["pack"])
     epochs = counted(facts["epochs"], "epoch")
     rows = _joined(f"{number:,} {split}" for split, number in facts["rows"].items() if number)
     steps = counted(facts["steps_per_epoch"], "step")
-    yield f"  {pack}: {rows}; mini-batch {facts['batch_size']:,}; {epochs} of {steps}"
+    yield f"  {data}: {rows}; mini-batch {facts['batch_size']:,}; {epochs} of {steps}"
     if ranks > 1:
         yield f"  shares of the mini-batch: {facts['rank_shares']}"
     threads = f"{counted(facts['threads'], 'thread')} a rank"
     yield f"  {facts['device']}, {facts['precision']}, {threads}, {facts['mpi']}"
+
+
+def name_of_data(path: str) -> str:
+    """Return the name of a file; of a pattern of files, also the folder before its wildcards."""
+    parts = path.split(os.sep)
+    first = len(parts)
+    for number, part in enumerate(parts):
+        if glob.has_magic(part):
+            first = min(first, number)
+    return os.sep.join(parts[max(0, first - 1) :])
 
 
 def figures(record: Record, names: Iterable[str]) -> str:

@@ -157,6 +157,13 @@ def test_evaluate_and_predict_read_the_set_of_the_training(whole, tmp_path):
     assert int(shares[0][0]) < int(shares[0][1])
 
 
+def test_the_header_names_a_set_with_its_folder(base, tmp_path):
+    flags = ["--images", "x", "--labels", "y", "--epochs", "1", "--cache-dir", base["cache_dir"]]
+    ended = command(1, "train", "--data", base["data"], *flags, "--runs-dir", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "\n  scans/*.h5: " in ended.out
+
+
 REFUSED = {
     "--images x --labels y --data scans": "/scans/*.h5'",
     "--images x --labels y --data none*.h5": "none*.h5: no file matches",
