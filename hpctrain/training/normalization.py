@@ -108,7 +108,7 @@ def check_normalized(pack: Pack) -> None:
 
 def rounding_note(config: Config, normalization: Normalization, pack: Pack) -> str:
     """Return a note if integers are rounded before their mean is subtracted, or ""."""
-    largest = max(-pack.scale.low, pack.scale.high)
+    largest = pack.scale.extreme
     if np.dtype(pack.splits["train"].images.dtype).kind not in "iu":
         return ""
     if normalization and not config.augment:
