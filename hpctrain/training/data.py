@@ -32,6 +32,7 @@ from hpctrain.report.settings import UnreadableFile, read_files_of
 from hpctrain.tasks.task import task_class
 from hpctrain.text import counted, listed, listed_names
 from hpctrain.training.probe import FIRST_ROWS
+from hpctrain.training.resume import PreviousLaunch
 from hpctrain.training.staging import stage
 from hpctrain.watchdog import doing
 
@@ -50,12 +51,13 @@ class TrainingData(NamedTuple):
     notes: list[str]  # for the user; those that are empty are left out
 
 
-def open_data(config: Config, comm: Comm, begun: Plan | None) -> TrainingData:
+def open_data(config: Config, comm: Comm, earlier: PreviousLaunch | None) -> TrainingData:
     """Open the training split, choose the device, and set the threads of torch. Collective.
 
     Rank 0 opens the pack for all; ranks of a host share its GPUs and cores.
     """
-    pack = on_root(comm, find_pack, config, begun)
+    pack, copied = on_root(comm, open_pack, config, earlier)
+    begun = earlier.plan if earlier else None
     local_rank = comm_of_host(comm).rank
     with on_all(comm):
         check_data(config, pack)
@@ -77,11 +79,23 @@ def open_data(config: Config, comm: Comm, begun: Plan | None) -> TrainingData:
         notes=[
             *core_notes(cores.scarcest, threads, asked_by),
             unused_gpus_note(config.device, device),
+            copied,
         ],
     )
 
 
-def find_pack(config: Config, begun: Plan | None = None) -> Pack:
+def open_pack(config: Config, earlier: PreviousLaunch | None) -> tuple[Pack, str]:
+    """Return the pack of a run, and of one that is resumed a note on its files (rank 0).
+
+    Raises UsageError, also if files differ from those of the `earlier` launch.
+    """
+    if earlier is None:
+        return find_pack(config, None), ""
+    pack = find_pack(config, earlier.plan)
+    return pack, check_same_files(earlier.folder, earlier.plan, pack)
+
+
+def find_pack(config: Config, begun: Plan | None) -> Pack:
     """Find (or make), check and open the pack, or the file of --images (rank 0).
 
     The splits of a run that was `begun` stay as they are.

@@ -27,7 +27,7 @@ from hpctrain.text import counted, say
 from hpctrain.torch_errors import explain_errors
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, OnEvaluation, RunLock, find_deadline
-from hpctrain.training.data import check_same_files, find_pack, require_validation
+from hpctrain.training.data import open_pack, require_validation
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.loop import save_checkpoint, train_epochs
 from hpctrain.training.network import use_network_of_init
@@ -129,8 +129,7 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
 
     Raises UsageError if its data has changed, or its network is missing or corrupt.
     """
-    pack = find_pack(earlier.config)
-    check_same_files(earlier.folder, earlier.plan, pack)
+    pack, _ = open_pack(earlier.config, earlier)
     check_unchanged("pack", earlier.plan.pack_uuid, pack.uuid)
     _, metadata = read_model(earlier.folder / NETWORK_FILE)
     epochs = counted(earlier.plan.epochs, "epoch")

@@ -23,7 +23,6 @@ from hpctrain.training.data import (
     TrainingData,
     balance_note,
     check_memory,
-    check_same_files,
     open_data,
     open_order,
 )
@@ -55,10 +54,7 @@ def set_up(config: Config, comm: Comm, earlier: PreviousLaunch | None = None) ->
     error on all ranks.
     """
     begun = earlier.plan if earlier else None
-    data = open_data(config, comm, begun)
-    if earlier:
-        copied = on_root(comm, check_same_files, earlier.folder, earlier.plan, data.pack)
-        data.notes.append(copied)
+    data = open_data(config, comm, earlier)
     network = make_network(config, comm, data, earlier)
     step = make_step(comm, data, network, begun)
     notes = (*data.notes, *network.notes, *step.notes)
