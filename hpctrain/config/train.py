@@ -23,7 +23,7 @@ from hpctrain.config.values import (
     Shares,
 )
 from hpctrain.errors import UsageError
-from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defaults, task_of
+from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defaults, task_with
 
 Precision = Literal["default", "fp32", "tf32", "bf16"]
 Layout = Literal["NHWC", "NCHW", "NHW", "NCWH", "NWH", "HWC", "CHW", "HW", "CWH", "WH"]
@@ -155,7 +155,7 @@ class Config(OnRanks):
         ", or ".join(facts.help for facts in FACTS.values()), "classify", group="Network"
     )
     noise: Literal["salt-pepper", "gaussian"] = option(
-        f"noise of --task {task_of('noise')}", "salt-pepper"
+        f"noise of --task {task_with('noise')}", "salt-pepper"
     )
     noise_level: float = option("share of salt-pepper values, std of gaussian noise", 0.1, "(0, 1]")
     init: str | None = option("start from weights of a run, or a .safetensors, .pth or .pt file")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.data.scale import FULL
+from hpctrain.data.scale import FULL, WIDE
 from hpctrain.data.standardize import (
     comparable,
     image_statistics,
@@ -24,7 +24,6 @@ from hpctrain.data.standardize import (
 from hpctrain.streams import copy_to_device
 
 GPU_VALUES = 1 << 24  # normalized at a time, each image by itself: 128 MiB of float64
-WIDE = {torch.int32, torch.int64, torch.float64}  # types with values that float32 rounds
 CACHED_VALUES = 1 << 17  # scaled at a time on the CPU: 512 KiB of float32 stay in a core's cache
 
 
@@ -109,7 +108,7 @@ def to_input(
     scale = None
     offset = None
     if mean is not None and std is not None:
-        arithmetic = torch.float64 if images.dtype in WIDE else values.dtype
+        arithmetic = torch.float64 if is_wide(images) else values.dtype
         scale, offset = _scale_and_offset(mean, std, divisor, values, channels_last, arithmetic)
     permuted = images.permute(0, 3, 1, 2)  # (n, C, H, W)
     n = len(images)
@@ -137,7 +136,16 @@ def divisor_of(images: Tensor, divisor: float | None) -> float:
     """Return what stored images are divided by: None = the largest value of their integer type."""
     if divisor is not None:
         return divisor
-    return FULL.get(str(images.dtype).removeprefix("torch."), 1.0)
+    return FULL.get(_name_of_type(images), 1.0)
+
+
+def is_wide(images: Tensor) -> bool:
+    """Whether stored images are of a type whose values float32 rounds."""
+    return _name_of_type(images) in WIDE
+
+
+def _name_of_type(images: Tensor) -> str:
+    return str(images.dtype).removeprefix("torch.")
 
 
 def standardize_images(

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from hpctrain.data.augment import (
     NO_AUGMENTATION,
-    WIDE,
     Augmentation,
     augment,
     divisor_of,
+    is_wide,
     normalize,
     normalize_filled,
     standardize_images,
@@ -95,7 +95,7 @@ class Pipeline:
             if self.is_by_image:
                 return standardize_images(stored, images, *layout, nodata)
             mean, std = self._mean, self._std
-            if images.dtype in WIDE and self._exact:
+            if self._exact and is_wide(images):
                 mean, std = self._exact
             return to_input(images, mean, std, *layout, divisor, nodata)
         scaled = to_input(images, None, None, *layout, divisor, nodata)

@@ -273,11 +273,11 @@ def read_in_scale(
         divisor = scale.divisor_for(pack.scale.dtype, *range_of(pack))
     except UsageError as error:
         raise UsageError(f"{pack.path}: {error}") from None
-    if options is not None:
-        if divisor != pack.scale.divisor:
+    if divisor != pack.scale.divisor:
+        if options is None:
+            pack = pack.with_max_value(divisor)
+        else:
             pack = open_external(path, options._replace(max_value=divisor), cache_dir)
-    elif divisor != pack.scale.divisor:
-        pack = pack.with_max_value(divisor)
     if (options or not pack.scale.is_bytes) and pack.scale.is_unlike(scale):
         say(f"{pack.path} holds {pack.scale}; the training was on {scale}", sys.stderr)
     return replace(pack, scale=pack.scale._replace(nodata=scale.nodata))

@@ -76,7 +76,7 @@ def all_settings() -> dict[str, type]:
     return {name: kind for facts in FACTS.values() for name, kind in facts.settings}
 
 
-def task_of(setting: str) -> str:
+def task_with(setting: str) -> str:
     """Return the name of the task to which a setting belongs."""
     return next(name for name, facts in FACTS.items() if setting in dict(facts.settings))
 
