@@ -23,7 +23,7 @@ from hpctrain.data.samples import Samples
 if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage
 
-EXTRA = "pip install 'hpctrain[tiff]' brings what reads it"
+EXTRA = "to read it, pip install tifffile imagecodecs"
 PHOTOMETRIC = {0: 1, 1: 1, 2: 3}  # WhiteIsZero, BlackIsZero, RGB -> number of their channels
 
 
