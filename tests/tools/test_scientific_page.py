@@ -145,9 +145,8 @@ def test_microscopy_stacks(folder):
     check_learned("tiles")
     assert [row["prediction"] for row in rows_of("cells.csv")] == ["healthy"] * 3 + ["infected"] * 3
     assert Path("cells.png").is_file() and "6 images" in predicted.err + predicted.out
-    assert (
-        len(slide.out.splitlines()) == 2 and slide.out.count("'") == 2 * 2 * 3
-    )  # 144 x 192 pixels
+    assert len(slide.out.splitlines()) == 2  # 144 x 192 pixels
+    assert slide.out.count("'") == 2 * 2 * 3
     assert slide.out.count("infected") >= 5
     held_out = {re.sub(r"\[.*", "", row["source"]) for row in rows_of("tiles.csv")}
     assert len(held_out) == 2, held_out
@@ -298,13 +297,18 @@ def test_dicom(folder):
     assert np.allclose(inverted, values, rtol=1e-6)
 
 
+def files_of_classes(folder, names, suffix):
+    """Yield (number, path) of 60 files, in turn in the folders of two classes, which are made."""
+    for number in range(60):
+        path = Path(folder, names[number % 2], f"{number:02}{suffix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield number, path
+
+
 def test_fits(folder):
     fits = pytest.importorskip("astropy.io.fits")
     rng = np.random.default_rng(0)
-    for number in range(60):
-        name = ("cluster", "galaxy")[number % 2]
-        path = Path(f"fits/{name}/{number:02}.fits")
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for number, path in files_of_classes("fits", ("cluster", "galaxy"), ".fits"):
         shape = (1, 7) if number % 2 else (15, 1.5)
         values = 30_000 + 20_000 * spots(rng, *shape, size=32) + rng.normal(0, 300, (32, 32))
         picture = values.clip(0, 65535).astype("u2")
@@ -319,10 +323,7 @@ def test_fits(folder):
 def test_nifti(folder):
     nibabel = pytest.importorskip("nibabel")
     rng = np.random.default_rng(0)
-    for number in range(60):
-        name = ("control", "patient")[number % 2]
-        path = Path(f"nifti/{name}/{number:02}.nii.gz")
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for number, path in files_of_classes("nifti", ("control", "patient"), ".nii.gz"):
         shape = (12, 1.5) if number % 2 else (3, 6)
         volume = np.stack([spots(rng, *shape, size=32)[:, :28] for _ in range(5)], axis=-1)
         image = nibabel.Nifti1Image(volume * rng.uniform(50, 200), np.diag([-1.0, 1, 2, 1]))
