@@ -315,17 +315,30 @@ def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
 
 
 @raises_bad_image
-def as_jpeg(data: bytes, background: Background = "white") -> tuple[bytes, Changes]:
+def convert_to_jpeg(data: bytes, fit: Fit) -> tuple[bytes, bytes, Changes]:
     """Return an upright JPEG file, gray or YCbCr, of the same size: these bytes if they are one.
 
-    Otherwise steps 2 and 4 of the module's docstring are applied to the decoded image, and it is
-    encoded; these changes are returned, too. Raises BadImage.
+    Returns also what `decode` makes of this file, and what was changed. Raises BadImage.
     """
     changes = Changes()
     opened = open_image(data)
-    sound = opened.format in ("JPEG", "MPO") and opened.mode in ("L", "RGB")  # MPO: several JPEGs
-    if sound and orientation_of(opened, changes) == 1:
-        return data, Changes()  # decoding them says what is changed
+    is_jpeg = opened.format in ("JPEG", "MPO") and opened.mode in ("L", "RGB")  # MPO: several JPEGs
+    if is_jpeg and orientation_of(opened, Changes()) == 1:
+        return data, decode_opened(opened, data, fit, changes), changes
+    file, encoded = encode_jpeg(data, fit.background)
+    pixels, changes = decode(file, fit)
+    changes.add(encoded)
+    return file, pixels, changes
+
+
+@raises_bad_image
+def encode_jpeg(data: bytes, background: Background) -> tuple[bytes, Changes]:
+    """Encode an image file as an upright JPEG file, gray or YCbCr, of the same size.
+
+    Steps 2 and 4 of the module's docstring are applied before; these changes are returned, too.
+    Raises BadImage.
+    """
+    changes = Changes()
     image, _ = _load(data, changes)
     turn = TURNS.get(orientation_of(image, changes))
     image = _gray_or_rgb(image, background, changes)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.data.images import (
+    Background,
     BadImage,
     Change,
     Changes,
     Fit,
     OtherKind,
-    as_jpeg,
-    decode,
+    convert_to_jpeg,
+    encode_jpeg,
 )
 from hpctrain.data.listing import Slice, read_files
 from hpctrain.data.pack import checksum
@@ -201,11 +203,9 @@ def encode_file(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
 
     Raises BadImage, OtherKind for more than 8 bits that are not to be reduced.
     """
-    file, encoded = as_jpeg(data, kind.fit.background)
-    if encoded.kinds & Change.SIXTEEN_BITS and not kind.is_reduced:
+    file, pixels, changes = convert_to_jpeg(data, kind.fit)
+    if changes.kinds & Change.SIXTEEN_BITS and not kind.is_reduced:
         raise OtherKind("more than 8 bits")
-    pixels, changes = decode(file, kind.fit)
-    changes.add(encoded)
     check_channels(changes, kind)
     return file, np.frombuffer(pixels, np.uint8).reshape(kind.shape), changes
 
@@ -239,18 +239,24 @@ def check_finite(values: np.ndarray, kind: Kind) -> None:
 def write_files(
     slices: list[Slice],
     labels: list[int],
-    kind: Kind,
+    is_encoded: list[bool],
+    background: Background,
     path: str,
     offset: int,
 ) -> list[int]:
-    """Write images as JPEG files consecutively; return their checksums (n,). Raises OSError."""
+    """Write images as JPEG files consecutively; return their checksums (n,). Raises OSError.
+
+    is_encoded: which images are encoded anew, (n,); the files of others are copied.
+    """
     checksums = [0] * len(slices)
-    convert = partial(as_jpeg, background=kind.fit.background)
     with open(path, "r+b") as output:
         output.seek(offset)
-        for row, converted in enumerate(read_files(slices, convert)):
-            if not isinstance(converted, BadImage):
-                file, _ = converted
-                checksums[row] = checksum(file, labels[row])
-                output.write(file)
+        for row, file in enumerate(read_files(slices, bytes)):
+            if isinstance(file, BadImage):
+                continue
+            if is_encoded[row]:
+                with suppress(BadImage):  # a file that was changed since: its checksum differs
+                    file, _ = encode_jpeg(file, background)
+            checksums[row] = checksum(file, labels[row])
+            output.write(file)
     return checksums

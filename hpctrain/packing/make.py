@@ -441,8 +441,8 @@ def write_images(
             names=names,
         )
 
-    def tasks(writer: PackWriter | None) -> Iterator[tuple[Any, ...]]:
-        """Yield the arguments of the task of each part."""
+    def decoding_tasks(writer: PackWriter | None) -> Iterator[tuple[Any, ...]]:
+        """Yield the arguments of `decode_images` for each part."""
         for part in parts:
             if changed.has_other_kinds and not choice.is_final:
                 return
@@ -450,6 +450,18 @@ def write_images(
             if writer:
                 task = (*task, file.name, int(writer.places[part[0]]))
             yield task
+
+    def writing_tasks(writer: PackWriter) -> Iterator[tuple[Any, ...]]:
+        """Yield the arguments of `write_files` for each part."""
+        for part in parts:
+            yield (
+                source.slices(order[part]),
+                labels[part].tolist(),
+                (changed.kinds[part] & Change.ENCODED != 0).tolist(),
+                kind.fit.background,
+                file.name,
+                int(writer.places[part[0]]),
+            )
 
     with whole_file(output, point="pack") as file:
         writer = None
@@ -461,7 +473,7 @@ def write_images(
             )
             decoded = run_tasks("cutting", decode_tiles, cutting, source.count_files())
         else:
-            decoded = run_tasks("decoding", decode_images, tasks(writer), count)
+            decoded = run_tasks("decoding", decode_images, decoding_tasks(writer), count)
         for part, done in zip(parts, decoded, strict=False):
             crc32[part] = done.crc32
             sizes[part] = done.sizes
@@ -479,7 +491,7 @@ def write_images(
         if not writer:
             fit_of_files = "crop" if kind.fit.crop else "stretch"
             writer = make_writer(sizes)
-            written = run_tasks("writing", write_files, tasks(writer), count)
+            written = run_tasks("writing", write_files, writing_tasks(writer), count)
             differs = order[np.concatenate([*written]) != crc32]
             if len(differs):
                 name = source.names[differs[0]]
