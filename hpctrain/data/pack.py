@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 FORMAT = "hpctrain-pack"
 VERSION = 4
 TYPES = ("uint8", "uint16", "int16", "float32")  # of images in packs; little endian
+WIDENED = {"bool": "uint8", "int8": "int16", "float16": "float32"}  # others, without a loss
 CLASS_TARGETS = {"kind": "class"}  # what the targets of a pack are
 ALIASES = {  # common names of splits
     "train": ("train", "training"),

@@ -28,13 +28,12 @@ from hpctrain.data.images import (
     centred_box,
     compare_size,
 )
+from hpctrain.data.pack import TYPES, WIDENED
 from hpctrain.text import counted
 
 ASSOCIATED = 1  # ExtraSamples: colours are multiplied by alpha
 ALPHA = (ASSOCIATED, 2)
 PICTURE_TYPES = ("uint8", "uint16")  # in which white and an opaque alpha are the largest value
-KEPT = ("uint8", "uint16", "int16", "float32")  # types of stored values
-WIDENED = {"bool": "uint8", "int8": "int16", "float16": "float32"}  # without a loss
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R 601
 FLOAT32_BITS = 24  # of its numbers
 
@@ -57,7 +56,7 @@ def channel_count(samples: int, alpha: int, dtype: np.dtype) -> int:
 
 
 def fit_samples(samples: Samples, fit: Fit, changes: Changes) -> np.ndarray:
-    """Return values (H, W, C) of one of the types KEPT. Raises BadImage.
+    """Return values (H, W, C) of one of the types of packs. Raises BadImage.
 
     `fit` may have 0 for the size or the channels: then they are those of the image.
     """
@@ -89,7 +88,7 @@ def keep_type(values: np.ndarray) -> np.ndarray:
     name = values.dtype.name
     if name in WIDENED:
         return values.astype(WIDENED[name])
-    if name in KEPT:
+    if name in TYPES:
         return values
     if values.dtype.kind not in "iuf" or not values.size:
         raise BadImage(f"values of type {name}: only integers and floats of up to 64 bits are read")

@@ -58,16 +58,12 @@ from hpctrain.data.images import (
     orientation_of,
     raises_bad_image,
 )
-from hpctrain.data.samples import (
-    WIDENED,
-    Samples,
-    channel_count,
-    fit_samples,
-)
+from hpctrain.data.pack import WIDENED
+from hpctrain.data.samples import Samples, channel_count, fit_samples
 from hpctrain.data.tiff import invert, open_tiff
 from hpctrain.text import counted
 
-MOST_CHANNELS = 64  # of an array whose first axis is the shortest: else it looks like (C, H, W)
+MOST_NPY_CHANNELS = 64  # of an array whose first axis is the shortest: else it looks like (C, H, W)
 NPY_START = b"\x93NUMPY"
 ALPHA = 2  # ExtraSamples: colours are not multiplied by alpha
 UPPER_BYTES = re.compile(";16([BLN])$")  # raw modes of which Pillow keeps the upper byte
@@ -81,7 +77,7 @@ class Header(NamedTuple):
     width: int  # when upright
     height: int
     channels: int
-    dtype: str  # one of samples.KEPT, or a type that is refused when its values are read
+    dtype: str  # one of pack.TYPES, or a type that is refused when its values are read
 
 
 class Contents(NamedTuple):
@@ -217,7 +213,7 @@ def array_contents(data: bytes) -> Contents:
         raise BadImage(f"{what}: expected (H, W) or (H, W, C), none of them 0")
     if values.ndim == 2:
         values = values[..., None]
-    elif shape[0] < min(shape[1:]) and shape[2] > MOST_CHANNELS:
+    elif shape[0] < min(shape[1:]) and shape[2] > MOST_NPY_CHANNELS:
         raise BadImage(f"{what}, which looks like (C, H, W): transpose it to (H, W, C)")
     height, width, channels = values.shape
     samples = Samples(values, colours=3 if channels == 3 else 1)

@@ -24,6 +24,7 @@ from hpctrain.data.pack import (
     LAYOUTS,
     MOST_CHANNELS,
     TYPES,
+    WIDENED,
     checksum,
     ordered,
     range_note,
@@ -37,7 +38,6 @@ from hpctrain.packing.write import PackWriter, writing_pack
 from hpctrain.text import brief, counted, listed, say
 
 SLAB_BYTES = 8 << 20  # of images that are written at a time
-WIDER = {"bool": "uint8", "int8": "int16", "float16": "float32"}  # types with all values of another
 NARROWER = {  # what makes packable images of others, and what it needs
     "uint": ".astype('uint16') of values up to 65,535, else .astype('float32')",
     "int": ".astype('int16') of values from -32,768 to 32,767, else .astype('float32')",
@@ -245,7 +245,7 @@ def _say_range(output: Path, written: Written, values: Values) -> None:
 def _choose_values(train: SplitImages, max_value: float | None, nodata: float | None) -> Values:
     """Return what the stored values mean. Raises UsageError."""
     name = train.dtype.name
-    wider = WIDER.get(name, name)
+    wider = WIDENED.get(name, name)
     if wider != name:
         text = f"images are {name}, which packs do not have: kept as {wider}, without loss"
         if name == "bool" and max_value is None:
@@ -421,14 +421,14 @@ def _read_items(items: Iterator[Any], name: str) -> Iterator[Any]:
 
 def _check_type(what: str, dtype: Any) -> np.dtype:
     """Return the type of images. Raises UsageError if packs cannot hold them."""
-    kept = f"expected {', '.join((*TYPES, *WIDER))}"
+    kept = f"expected {', '.join((*TYPES, *WIDENED))}"
     if str(dtype).startswith("torch."):
         raise UsageError(f"{what}: {kept}; of a tensor, images.numpy()")
     try:
         dtype = np.dtype(dtype)
     except TypeError:  # of another library
         raise UsageError(f"{what}: {kept}; give arrays, as numpy.asarray makes them") from None
-    if dtype.name in (*TYPES, *WIDER):
+    if dtype.name in (*TYPES, *WIDENED):
         return dtype
     advice = NARROWER.get(dtype.name.rstrip("0123456789"), "")
     if advice:
