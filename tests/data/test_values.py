@@ -379,12 +379,12 @@ def test_the_fit_of_a_pack_follows_from_its_provenance():
     assert Fit.of_pack((11, 13, 5), {"fit": "stretch"}, -9999.0) == Fit(13, 11, 5, exact=True)
 
 
-def test_files_that_need_tifffile_name_the_extra_without_it(monkeypatch):
+def test_files_that_need_tifffile_name_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tifffile", None)
     for data in (tiff(tiff_page(FIVE)), tiff(tiff_page(COLOURS, 2, planar=True))):
-        with pytest.raises(BadImage, match=r"hpctrain\[tiff\]"):
+        with pytest.raises(BadImage, match=r"pip install tifffile imagecodecs"):
             decode_stored(data, OWN)
-    with pytest.raises(BadImage, match=r"hpctrain\[tiff\]"):
+    with pytest.raises(BadImage, match=r"pip install tifffile imagecodecs"):
         decode_stored(tiff(*PAGES), OWN._replace(pages=True))
     assert np.array_equal(decode_stored(tiff(tiff_page(COLOURS, 2)), OWN)[0], COLOURS)
 
