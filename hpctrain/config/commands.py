@@ -96,7 +96,7 @@ class PackConfig(Settings):
         "stored value that becomes 1.0; default: 255, of 16-bit files 65535", check="(0, inf)"
     )
     nodata: float | None = option(
-        "stored value that stands for none, or nan; left out of mean and deviation",
+        "stored value that marks missing data, or nan; left out of mean and deviation",
         check=check_nodata,
     )
     background: Literal["white", "black"] = option("ground behind transparent pixels", "white")

@@ -131,7 +131,7 @@ class Config(OnRanks):
         check="(0, inf)",
     )
     nodata: NoData | None = option(
-        "stored value of --images, or nan, that is no data: left out of statistics, 0 as input",
+        "stored value of --images, or nan, that marks missing data: not in statistics, 0 as input",
         needs="--images",
     )
     split: Shares | None = option(

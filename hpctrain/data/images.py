@@ -179,7 +179,7 @@ CHANGES = {
     Change.ENCODED: "encoded anew as JPEG",
     Change.BYTES_TO_16_BITS: "8-bit values, times 257, since others have 16 bits",
     Change.NODATA_STATED: (
-        "a value that stands for none (GDAL_NODATA {nodata}), kept as any other: --nodata says it"
+        "a nodata value (GDAL_NODATA {nodata}), which is kept as any other: --nodata says it"
     ),
 }
 
@@ -203,7 +203,7 @@ class Changes:
     kinds: int = 0  # bits of Change
     largest: int = 0  # value of more than 8 bits, in [0, 65535]
     frames: int = 0  # how many a file has, if several
-    nodata: str = ""  # the value that stands for none, as a file states it
+    nodata: str = ""  # the value that marks missing data, as a file states it
 
     def add(self, other: Changes) -> None:
         """Add what was changed in an earlier step."""
@@ -213,7 +213,7 @@ class Changes:
         self.nodata = self.nodata or other.nodata
 
     def note_nodata(self, tags: Mapping[int, Any]) -> None:
-        """Note the value that stands for none, if the tags of a TIFF state one."""
+        """Note the value that marks missing data, if the tags of a TIFF state one."""
         text = str(tags.get(GDAL_NODATA, "")).strip("\0 ")
         if text:
             self.kinds |= Change.NODATA_STATED

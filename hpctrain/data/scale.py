@@ -140,7 +140,7 @@ class Scale(NamedTuple):
     divisor: float = 255.0
     low: float = 0.0  # smallest and largest stored value of the images that were probed
     high: float = 255.0
-    nodata: float | None = None  # stored value that stands for none; NaN = NaN
+    nodata: float | None = None  # stored value that marks missing data; NaN = NaN
 
     @property
     def is_bytes(self) -> bool:

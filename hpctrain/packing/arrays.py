@@ -109,7 +109,7 @@ def write_pack(
     layout: the axes of arrays of images, NHWC, NCHW, NHW, or of MATLAB NCWH or NWH; images of more
         than 4 channels need it.
     max_value: the stored value that becomes 1.0; None = 255 for uint8, 65,535 for uint16, and 1.
-    nodata: the stored value, or NaN, that stands for none: it is left out of mean, standard
+    nodata: the stored value, or NaN, that marks missing data: it is left out of mean, standard
         deviation and range.
 
     The pack gets its name when it is complete; with `overwrite`, it replaces an existing file.
@@ -214,7 +214,7 @@ def _check_slab(slab: np.ndarray, name: str, first: int, values: Values) -> None
             number = int(in_image.argmax())
             advice = "write finite ones"
             if np.isnan(slab[wrong]).all():
-                advice = "if NaN stands for none, nodata=float('nan') leaves it out"
+                advice = "if NaN marks missing data, nodata=float('nan') leaves it out"
             raise UsageError(
                 f"{name}[{first + number}] holds {int(in_image[number]):,} values that are NaN or"
                 f" infinite: {advice}"
@@ -283,7 +283,7 @@ def _refuse_masked(what: str, values: Any) -> None:
     if isinstance(values, np.ma.MaskedArray):
         advice = "fill it, as in .filled(0)"
         if what.startswith("images"):
-            advice += ", and say by nodata=0 that this value stands for none"
+            advice += ", and say by nodata=0 that this value marks missing data"
         raise UsageError(f"{what} are a masked array: {advice}")
 
 

@@ -109,7 +109,7 @@ class PackWriter:
     ) -> None:
         """Write the checksums and attributes, after all samples.
 
-        crc32: (N,) uint32; statistics: of train, with the value that stands for none; max_value:
+        crc32: (N,) uint32; statistics: of train, with the value that marks missing data; max_value:
         what becomes 1.0; None = the largest value of uint8 and uint16, and 1 for others.
         """
         mean, std = statistics.mean_and_std(max_value or FULL.get(self._dtype.name, 1.0))

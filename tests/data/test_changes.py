@@ -63,7 +63,7 @@ CHANGED = {
     "a colour profile or gamma": {
         "alien.png": (saved(PICTURE, "PNG", icc_profile=ALIEN), "not applied"),
     },
-    "a value that stands for none (GDAL_NODATA of a TIFF)": {
+    "a nodata value that the file states (GDAL_NODATA of a TIFF)": {
         "terrain.tif": (tiff(tiff_page(PIXELS, 2, t42113=b"-9999 ")), "GDAL_NODATA -9999"),
     },
     "several frames or images": {
