@@ -123,14 +123,11 @@ def present_values(values: np.ndarray, nodata: float | None) -> np.ndarray:
     return np.asarray(values[~is_nodata(values, nodata)])
 
 
-def count_beyond(images: np.ndarray, max_value: float, nodata: float | None = None) -> np.ndarray:
-    """Return the number of values of each image (n, H, W, C) that become more than 1, or less than
-    -1, but for those that are `nodata`: (n,) int64.
-    """
-    is_beyond = (images > max_value) | (images < -max_value)
-    if nodata is not None:
-        is_beyond &= ~is_nodata(images, nodata)
-    return np.count_nonzero(is_beyond, axis=(1, 2, 3))
+def is_not_finite(values: np.ndarray, nodata: float | None) -> np.ndarray:
+    """Return where floats are infinite, or NaN that is not `nodata`, as bool."""
+    if nodata is not None and np.isnan(nodata):
+        return np.isinf(values)
+    return ~np.isfinite(values)
 
 
 class Scale(NamedTuple):

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Self
 
 import numpy as np
 
 from hpctrain.data.scale import can_hold, is_nodata
+from hpctrain.text import counted
 
 BLOCK_VALUES = 1 << 15  # added at a time: in float64, they stay in a core's cache
 UNIT = 1074  # sums are integers, in units of 2 ** -UNIT, and sums of squares in its square
@@ -167,6 +169,39 @@ class ChannelStatistics:
                     power = 2 * (UNIT + exponent) + (other is not part)  # twice its product
                     for sums in _exact_sums(part * other):
                         _accumulate(self._squares, sums, power)
+
+
+@dataclass
+class BeyondMaximum:
+    """How many stored values become more than 1, or less than -1, and in how many images."""
+
+    values: int = 0
+    images: int = 0
+
+    def add(self, images: np.ndarray, max_value: float | None, nodata: float | None) -> None:
+        """Count those of images (n, H, W, C), but for `nodata`. `max_value` becomes 1."""
+        if max_value is None:
+            return
+        is_beyond = (images > max_value) | (images < -max_value)
+        if nodata is not None:
+            is_beyond &= ~is_nodata(images, nodata)
+        in_image = np.count_nonzero(is_beyond, axis=(1, 2, 3))
+        self.values += int(in_image.sum())
+        self.images += int(np.count_nonzero(in_image))
+
+    def merge(self, other: BeyondMaximum) -> None:
+        """Add the counts of `other`."""
+        self.values += other.values
+        self.images += other.images
+
+    def note(self, option: str) -> str:
+        """Return a note on them, "" if there are none. `option` is what set the maximum."""
+        if not self.values:
+            return ""
+        return (
+            f"{counted(self.values, 'value')} in {counted(self.images, 'image')} are beyond"
+            f" {option}: they become more than 1, or less than -1"
+        )
 
 
 def _bands(values: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:

@@ -30,12 +30,12 @@ from hpctrain.data.pack import (
     range_note,
     scale_of,
 )
-from hpctrain.data.scale import can_hold, count_beyond, is_nodata
-from hpctrain.data.statistics import ChannelStatistics
+from hpctrain.data.scale import can_hold, is_nodata, is_not_finite
+from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
 from hpctrain.packing.write import PackWriter, writing_pack
-from hpctrain.text import brief, counted, listed, say
+from hpctrain.text import brief, listed, say
 
 SLAB_BYTES = 8 << 20  # of images that are written at a time
 NARROWER = {  # what makes packable images of others, and what it needs
@@ -71,17 +71,7 @@ class Written:
         self.crc32 = np.zeros(len(labels), np.uint32)
         self.statistics = ChannelStatistics(channels, nodata)  # of train
         self.row = 0  # of the next sample
-        self.beyond = 0  # values beyond max_value
-        self.images_beyond = 0
-
-    def count_beyond(self, slab: np.ndarray, values: Values) -> None:
-        """Count the values of images (n, H, W, C) that are beyond max_value."""
-        most = values.max_value
-        if most is None:
-            return
-        in_image = count_beyond(slab, most, values.nodata)
-        self.beyond += int(in_image.sum())
-        self.images_beyond += int(np.count_nonzero(in_image))
+        self.beyond = BeyondMaximum()
 
 
 def write_pack(
@@ -178,7 +168,7 @@ def _write_split(
             raise UsageError(f"{images.name} are more than its {count:,} labels")
         slab = np.ascontiguousarray(stored, values.dtype.newbyteorder("<"))
         _check_slab(slab, images.name, written.row - first, values)
-        written.count_beyond(slab, values)
+        written.beyond.add(slab, values.max_value, values.nodata)
         data = slab.data.cast("B")
         write_at(file.fileno(), data, int(writer.places[written.row]))
         for at in range(0, len(data), size):
@@ -206,9 +196,7 @@ def _check_slab(slab: np.ndarray, name: str, first: int, values: Values) -> None
                 f"{name}[{row}] holds nothing but nodata, {values.nodata:g}: leave it out"
             )
     if slab.dtype.kind == "f":
-        wrong = ~np.isfinite(slab)
-        if values.nodata is not None:
-            wrong &= ~is_nodata(slab, values.nodata)
+        wrong = is_not_finite(slab, values.nodata)
         in_image = wrong.sum(axis=(1, 2, 3))
         if in_image.any():
             number = int(in_image.argmax())
@@ -224,12 +212,10 @@ def _check_slab(slab: np.ndarray, name: str, first: int, values: Values) -> None
 def _say_range(output: Path, written: Written, values: Values) -> None:
     """Print lines on values beyond max_value, and on a range that is not that of [0, 1]."""
     statistics = written.statistics
-    if written.beyond:
-        _note(
-            f"{output}: {written.beyond:,} values in {counted(written.images_beyond, 'image')}"
-            f" are beyond max_value={values.max_value:g}: they become more than 1"
-        )
     if values.max_value is not None:
+        beyond = written.beyond.note(f"max_value={values.max_value:g}")
+        if beyond:
+            _note(f"{output}: {beyond}")
         return
     scale = scale_of(values.dtype.name, None, statistics)
     unused = range_note(statistics, scale, "max_value=")

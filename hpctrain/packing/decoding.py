@@ -20,8 +20,8 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.listing import Slice, read_files
 from hpctrain.data.pack import checksum
-from hpctrain.data.scale import count_beyond, is_nodata
-from hpctrain.data.statistics import ChannelStatistics
+from hpctrain.data.scale import is_nodata, is_not_finite
+from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
 from hpctrain.data.values import decode_reduced, decode_stored
 from hpctrain.files import write_at
 from hpctrain.text import counted
@@ -74,8 +74,7 @@ class Decoded:
         self.deepest = 0  # largest value of more than 8 bits, in [0, 65535]
         self.frames = 0  # of files with several
         self.nodata = ""  # as the first file states it
-        self.beyond = 0  # values beyond the one that becomes 1.0
-        self.images_beyond = 0
+        self.beyond = BeyondMaximum()
 
     def add(self, rows: slice, changes: Changes) -> None:
         """Add what was changed in the file of these samples."""
@@ -87,12 +86,7 @@ class Decoded:
     def measure(self, values: np.ndarray, kind: Kind) -> None:
         """Add the statistics of samples (n, H, W, C)."""
         self.statistics.add(values)
-        most = kind.max_value
-        if most is None:
-            return
-        counts = count_beyond(values, most, kind.nodata)
-        self.beyond += int(counts.sum())
-        self.images_beyond += int(np.count_nonzero(counts))
+        self.beyond.add(values, kind.max_value, kind.nodata)
 
 
 def decode_images(
@@ -219,10 +213,7 @@ def check_finite(values: np.ndarray, kind: Kind) -> None:
     """Raise BadImage if there is NaN, which is not nodata, or infinity."""
     if values.dtype.kind != "f":
         return
-    is_bad = ~np.isfinite(values)
-    has_nan = kind.nodata is not None and np.isnan(kind.nodata)
-    if has_nan:
-        is_bad = np.isinf(values)
+    is_bad = is_not_finite(values, kind.nodata)
     if not is_bad.any():
         return
     row, column, channel = np.argwhere(is_bad)[0].tolist()
@@ -231,7 +222,7 @@ def check_finite(values: np.ndarray, kind: Kind) -> None:
         f"{counted(count, 'value')} {'is' if count == 1 else 'are'} NaN or infinite, the first in"
         f" row {row:,}, column {column:,}, channel {channel}"
     )
-    if np.isnan(values).any() and not has_nan:
+    if np.isnan(values[is_bad]).any():
         text += " (--nodata nan leaves NaN out)"
     raise BadImage(text)
 

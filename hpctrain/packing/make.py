@@ -47,7 +47,7 @@ from hpctrain.data.pack import SPLITS, Pack, is_pack, range_note, read_pack, sca
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import usual_maximum
 from hpctrain.data.split import Bad, Split, pieces
-from hpctrain.data.statistics import ChannelStatistics
+from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
 from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
@@ -587,8 +587,7 @@ class PackChanges:
         self.brightest = -math.inf  # largest value as it is packed
         self.frames = 0  # of the files that hold several
         self.nodata = ""  # as the first file states it
-        self.beyond = 0  # values beyond --max-value
-        self.images_beyond = 0
+        self.beyond = BeyondMaximum()
         self.has_other_kinds = False  # whether an image differs from the first one
 
     def add(self, part: np.ndarray, done: Decoded) -> None:
@@ -598,8 +597,7 @@ class PackChanges:
         self.brightest = max(self.brightest, float(done.statistics.high.max()))
         self.frames += done.frames
         self.nodata = self.nodata or done.nodata
-        self.beyond += done.beyond
-        self.images_beyond += done.images_beyond
+        self.beyond.merge(done.beyond)
         self.has_other_kinds |= any(isinstance(why, OtherKind) for _, why in done.bad)
 
     def count(self, change: Change) -> int:
@@ -641,13 +639,10 @@ class PackChanges:
 
     def say_values(self, kind: Kind, statistics: ChannelStatistics) -> None:
         """Print notes on the range of the values, and on what becomes 1.0."""
-        most = kind.max_value
-        if most is not None:
-            if self.beyond:
-                note(
-                    f"{counted(self.beyond, 'value')} of {counted(self.images_beyond, 'image')}"
-                    f" are beyond --max-value {most:,g}: they become larger than 1"
-                )
+        if kind.max_value is not None:
+            beyond = self.beyond.note(f"--max-value {kind.max_value:,g}")
+            if beyond:
+                note(beyond)
             return
         scale = scale_of(kind.dtype, None, statistics)
         if kind.dtype == "uint8":

@@ -197,7 +197,7 @@ def test_a_range_that_leaves_most_of_16_bits_unused_is_noted(tmp_path, capfd, mo
     make_pack(root, tmp_path / "c.h5", split="1", max_value=most - 1)
     beyond = 6 * int((few == most).sum())
     said = capfd.readouterr().err
-    assert f"{beyond:,} values of 6 images are beyond --max-value {most - 1:,}" in said
+    assert f"{beyond:,} values in 6 images are beyond --max-value {most - 1:,}" in said
 
 
 def test_floats_and_signed_values_need_a_scale_and_are_told_so(tmp_path, capfd):
