@@ -29,8 +29,8 @@ from hpctrain.text import counted
 BYTES_TO_16_BITS = 257  # 255 becomes 65,535
 
 
-class Kind(NamedTuple):
-    """What all images of a pack have in common."""
+class Conversion(NamedTuple):
+    """How files become the samples of a pack: what all of these have in common."""
 
     fit: Fit  # its size is that of an image, or of a tile
     dtype: str  # of stored values
@@ -65,11 +65,11 @@ class EmptyImage(BadImage):
 class Decoded:
     """Properties of n samples that were decoded."""
 
-    def __init__(self, count: int, kind: Kind) -> None:
+    def __init__(self, count: int, conversion: Conversion) -> None:
         self.crc32 = np.zeros(count, np.uint32)
         self.sizes = np.zeros(count, np.int64)  # bytes
         self.changes = np.zeros(count, np.uint32)  # of Change
-        self.statistics = ChannelStatistics(kind.fit.channels, kind.nodata)
+        self.statistics = ChannelStatistics(conversion.fit.channels, conversion.nodata)
         self.bad: list[tuple[int, BadImage]] = []  # unreadable ones, with the reason
         self.deepest = 0  # largest value of more than 8 bits, in [0, 65535]
         self.frames = 0  # of files with several
@@ -83,16 +83,16 @@ class Decoded:
         self.frames += changes.frames
         self.nodata = self.nodata or changes.nodata
 
-    def measure(self, values: np.ndarray, kind: Kind) -> None:
+    def measure(self, values: np.ndarray, conversion: Conversion) -> None:
         """Add the statistics of samples (n, H, W, C)."""
         self.statistics.add(values)
-        self.beyond.add(values, kind.max_value, kind.nodata)
+        self.beyond.add(values, conversion.max_value, conversion.nodata)
 
 
 def decode_images(
     slices: list[Slice],
     labels: list[int],
-    kind: Kind,
+    conversion: Conversion,
     path: str = "",
     offset: int = 0,
 ) -> Decoded:
@@ -100,9 +100,10 @@ def decode_images(
 
     Without `path`, convert them to JPEG files and decode these as training will, to check them.
     """
-    done = Decoded(len(slices), kind)
-    convert = partial(decode_values, kind=kind) if path else partial(encode_file, kind=kind)
-    values = np.zeros((len(slices), *kind.shape), kind.dtype)
+    done = Decoded(len(slices), conversion)
+    convert_file = decode_values if path else encode_file
+    convert = partial(convert_file, conversion=conversion)
+    values = np.zeros((len(slices), *conversion.shape), conversion.dtype)
     stored = values.data.cast("B")
     size = len(stored) // len(slices)
     for row, converted in enumerate(read_files(slices, convert)):
@@ -118,7 +119,7 @@ def decode_images(
     if path:
         with open(path, "r+b", buffering=0) as output:
             write_at(output.fileno(), stored, offset)
-    done.measure(values, kind)
+    done.measure(values, conversion)
     return done
 
 
@@ -127,7 +128,7 @@ def decode_tiles(
     labels: list[int],
     corners: list[np.ndarray],
     places: list[np.ndarray],
-    kind: Kind,
+    conversion: Conversion,
     path: str,
 ) -> Decoded:
     """Decode files, cut each into tiles and write these into the file `path`. Raises OSError.
@@ -136,9 +137,9 @@ def decode_tiles(
     Reasons in `bad` are by tile: those of a file that cannot be read by its first one.
     """
     counts = [len(of_file) for of_file in corners]
-    done = Decoded(sum(counts), kind)
-    convert = partial(decode_values, kind=kind)
-    height, width, _ = kind.shape
+    done = Decoded(sum(counts), conversion)
+    convert = partial(decode_values, conversion=conversion)
+    height, width, _ = conversion.shape
     row = 0
     with open(path, "r+b", buffering=0) as output:
         for file, converted in enumerate(read_files(slices, convert)):
@@ -152,68 +153,68 @@ def decode_tiles(
                 corners[file].tolist(), places[file].tolist(), strict=True
             ):
                 tile = np.ascontiguousarray(image[top : top + height, left : left + width])
-                if is_empty(tile, kind):
+                if is_empty(tile, conversion):
                     done.bad.append((row, EmptyImage("all its values are nodata")))
                 else:
                     stored = tile.data.cast("B")
                     done.crc32[row] = checksum(stored, labels[file])
                     write_at(output.fileno(), stored, place)
-                    done.measure(tile[None], kind)
+                    done.measure(tile[None], conversion)
                 row += 1
     return done
 
 
-def decode_values(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
+def decode_values(data: bytes, conversion: Conversion) -> tuple[bytes, np.ndarray, Changes]:
     """Return the values (H, W, C) of an image file, of the type of the pack, and what was changed.
 
     Raises BadImage, OtherKind for a type that the pack does not have.
     """
-    if kind.is_reduced:
-        values, changes = decode_reduced(data, kind.of_file)
+    if conversion.is_reduced:
+        values, changes = decode_reduced(data, conversion.of_file)
     else:
-        values, changes = decode_stored(data, kind.of_file)
-    check_channels(changes, kind)
-    if kind.nodata is not None:
+        values, changes = decode_stored(data, conversion.of_file)
+    check_channels(changes, conversion)
+    if conversion.nodata is not None:
         changes.kinds &= ~Change.NODATA_STATED
-    if values.dtype != kind.dtype:
-        if not kind.takes_bytes or values.dtype != np.uint8:
-            raise OtherKind(f"{values.dtype} values, not {kind.dtype}")
+    if values.dtype != conversion.dtype:
+        if not conversion.takes_bytes or values.dtype != np.uint8:
+            raise OtherKind(f"{values.dtype} values, not {conversion.dtype}")
         changes.kinds |= Change.BYTES_TO_16_BITS
         values = values.astype(np.uint16) * BYTES_TO_16_BITS
-    check_finite(values, kind)
-    if not kind.is_tiled and is_empty(values, kind):
+    check_finite(values, conversion)
+    if not conversion.is_tiled and is_empty(values, conversion):
         raise EmptyImage("all its values are nodata")
     return b"", values, changes
 
 
-def check_channels(changes: Changes, kind: Kind) -> None:
+def check_channels(changes: Changes, conversion: Conversion) -> None:
     """Raise OtherKind for a picture in colour if all others are gray."""
-    if kind.is_gray and changes.kinds & Change.COLOUR_TO_GRAY:
+    if conversion.is_gray and changes.kinds & Change.COLOUR_TO_GRAY:
         raise OtherKind("in colour, and others are gray")
 
 
-def encode_file(data: bytes, kind: Kind) -> tuple[bytes, np.ndarray, Changes]:
+def encode_file(data: bytes, conversion: Conversion) -> tuple[bytes, np.ndarray, Changes]:
     """Return the JPEG file of an image, the values that it is decoded to, and what was changed.
 
     Raises BadImage, OtherKind for more than 8 bits that are not to be reduced.
     """
-    file, pixels, changes = convert_to_jpeg(data, kind.fit)
-    if changes.kinds & Change.SIXTEEN_BITS and not kind.is_reduced:
+    file, pixels, changes = convert_to_jpeg(data, conversion.fit)
+    if changes.kinds & Change.SIXTEEN_BITS and not conversion.is_reduced:
         raise OtherKind("more than 8 bits")
-    check_channels(changes, kind)
-    return file, np.frombuffer(pixels, np.uint8).reshape(kind.shape), changes
+    check_channels(changes, conversion)
+    return file, np.frombuffer(pixels, np.uint8).reshape(conversion.shape), changes
 
 
-def is_empty(values: np.ndarray, kind: Kind) -> bool:
+def is_empty(values: np.ndarray, conversion: Conversion) -> bool:
     """Whether all values are nodata."""
-    return kind.nodata is not None and bool(is_nodata(values, kind.nodata).all())
+    return conversion.nodata is not None and bool(is_nodata(values, conversion.nodata).all())
 
 
-def check_finite(values: np.ndarray, kind: Kind) -> None:
+def check_finite(values: np.ndarray, conversion: Conversion) -> None:
     """Raise BadImage if there is NaN, which is not nodata, or infinity."""
     if values.dtype.kind != "f":
         return
-    is_bad = is_not_finite(values, kind.nodata)
+    is_bad = is_not_finite(values, conversion.nodata)
     if not is_bad.any():
         return
     row, column, channel = np.argwhere(is_bad)[0].tolist()

@@ -21,7 +21,7 @@ from hpctrain.data.scale import can_hold
 from hpctrain.data.values import Header, read_header
 from hpctrain.errors import UsageError
 from hpctrain.packing import workers
-from hpctrain.packing.decoding import Kind
+from hpctrain.packing.decoding import Conversion
 from hpctrain.packing.sources import Source
 from hpctrain.packing.tiles import check_tiles, too_small
 from hpctrain.packing.workers import RunTasks
@@ -56,7 +56,7 @@ class Kinds:
 class Choice(NamedTuple):
     """What was chosen, and from what."""
 
-    kind: Kind
+    conversion: Conversion
     headers: list[Header | BadImage]  # of the first files, or of all
     is_final: bool  # whether all headers were read
 
@@ -77,7 +77,7 @@ def check_options(config: PackConfig) -> None:
         raise UsageError("--encoding jpeg keeps whole files, and --tiles cuts them: give one")
 
 
-def choose_kind(
+def choose_conversion(
     config: PackConfig, source: Source, run_tasks: RunTasks, is_final: bool = False
 ) -> Choice:
     """Return the size, channels and type of the pack by the first header, or if `is_final` by all.
@@ -138,7 +138,7 @@ def choose_kind(
     if config.tiles:
         width, height = config.tiles
     return Choice(
-        kind=Kind(
+        conversion=Conversion(
             fit=fit._replace(width=width, height=height),
             dtype=choose_type(config, source, types),
             is_reduced=config.dtype == "uint8",

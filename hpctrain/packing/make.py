@@ -55,15 +55,15 @@ from hpctrain.packing import workers
 from hpctrain.packing.arrays import write_pack
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
 from hpctrain.packing.decoding import (
+    Conversion,
     Decoded,
     EmptyImage,
-    Kind,
     decode_images,
     decode_tiles,
     write_files,
 )
 from hpctrain.packing.digits import generate
-from hpctrain.packing.kinds import Choice, choose_kind, read_source, requested_size
+from hpctrain.packing.kinds import Choice, choose_conversion, read_source, requested_size
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.tiles import cut_source
 from hpctrain.packing.workers import RunTasks
@@ -198,8 +198,8 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
         jobs = config.jobs or core_count()
         jobs = max(1, min(jobs, total // MIN_IMAGES_PER_JOB))
         with workers.start_workers(jobs) as run_tasks:
-            choice = choose_kind(config, source, run_tasks)
-            if config.tiles or not choice.kind.fit.width:
+            choice = choose_conversion(config, source, run_tasks)
+            if config.tiles or not choice.conversion.fit.width:
                 bad = {i: why for i, why in enumerate(choice.headers) if isinstance(why, BadImage)}
                 leave_out(config, source, bad, total)
             find_equal_files(source, run_tasks)
@@ -220,7 +220,7 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
                     if choice.is_final:
                         leave_out(config, source, error.args[0], total)
                     else:
-                        choice = choose_kind(config, source, run_tasks, is_final=True)
+                        choice = choose_conversion(config, source, run_tasks, is_final=True)
                 except BadFiles as error:
                     leave_out(config, source, error.args[0], total)
 
@@ -414,7 +414,7 @@ def write_images(
     Raises UsageError if a split or a class has no image, and BadFiles if some cannot be read: soon
     after the first image of another kind, if those of all images were not compared before.
     """
-    kind = choice.kind
+    conversion = choice.conversion
     rows_of = assign_rows(source, config)
     order = np.concatenate([*rows_of.values()])
     counts = {name: len(rows) for name, rows in rows_of.items()}
@@ -423,10 +423,10 @@ def write_images(
     names = None
     if config.names:
         names = [source.names[row] for row in order]
-    parts = [*divide(source, order, counts, kind, jobs)]
+    parts = [*divide(source, order, counts, conversion, jobs)]
     crc32 = np.zeros(count, np.uint32)
     sizes = np.zeros(count, np.int64)
-    statistics = ChannelStatistics(kind.fit.channels, kind.nodata)  # of train
+    statistics = ChannelStatistics(conversion.fit.channels, conversion.nodata)  # of train
     bad: dict[int, BadImage] = {}
     changed = PackChanges(count)
 
@@ -435,8 +435,8 @@ def write_images(
             file,
             counts=counts,
             labels=labels,
-            image_shape=kind.shape,
-            dtype=kind.dtype,
+            image_shape=conversion.shape,
+            dtype=conversion.dtype,
             sizes=sizes,
             names=names,
         )
@@ -446,7 +446,7 @@ def write_images(
         for part in parts:
             if changed.has_other_kinds and not choice.is_final:
                 return
-            task: tuple[Any, ...] = (source.slices(order[part]), labels[part].tolist(), kind)
+            task: tuple[Any, ...] = (source.slices(order[part]), labels[part].tolist(), conversion)
             if writer:
                 task = (*task, file.name, int(writer.places[part[0]]))
             yield task
@@ -458,7 +458,7 @@ def write_images(
                 source.slices(order[part]),
                 labels[part].tolist(),
                 (changed.kinds[part] & Change.ENCODED != 0).tolist(),
-                kind.fit.background,
+                conversion.fit.background,
                 file.name,
                 int(writer.places[part[0]]),
             )
@@ -467,9 +467,10 @@ def write_images(
         writer = None
         if config.encoding != "jpeg":
             writer = make_writer(None)
-        if writer and kind.is_tiled:
+        if writer and conversion.is_tiled:
             cutting = (
-                tile_task(source, order, part, kind, writer.places, file.name) for part in parts
+                tile_task(source, order, part, conversion, writer.places, file.name)
+                for part in parts
             )
             decoded = run_tasks("cutting", decode_tiles, cutting, source.count_files())
         else:
@@ -486,10 +487,10 @@ def write_images(
         if bad:
             raise BadFiles(bad)
         changed.refuse_few_gray_levels(source)
-        facts = provenance(source, config, kind.fit, counts) | {"changed": changed.counts()}
+        facts = provenance(source, config, conversion.fit, counts) | {"changed": changed.counts()}
         fit_of_files = ""
         if not writer:
-            fit_of_files = "crop" if kind.fit.crop else "stretch"
+            fit_of_files = "crop" if conversion.fit.crop else "stretch"
             writer = make_writer(sizes)
             written = run_tasks("writing", write_files, writing_tasks(writer), count)
             differs = order[np.concatenate([*written]) != crc32]
@@ -508,21 +509,21 @@ def write_images(
             classes=source.classes,
             provenance=facts,
             fit=fit_of_files,
-            max_value=kind.max_value,
+            max_value=conversion.max_value,
         )
     say_notes(source, config, facts)
-    changed.say(source, order, kind.fit)
-    changed.say_values(kind, statistics)
+    changed.say(source, order, conversion.fit)
+    changed.say_values(conversion, statistics)
 
 
 def divide(
-    source: Source, order: np.ndarray, counts: Mapping[str, int], kind: Kind, jobs: int
+    source: Source, order: np.ndarray, counts: Mapping[str, int], conversion: Conversion, jobs: int
 ) -> Iterator[np.ndarray]:
     """Yield the samples of each task that decodes, (n,) places in the pack.
 
     They are of one split, consecutive, or if they are tiles, all those of some files.
     """
-    sample_bytes = math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
+    sample_bytes = math.prod(conversion.shape) * np.dtype(conversion.dtype).itemsize
     step = max(1, min(TASK_BYTES // sample_bytes, len(order) // (TASKS_PER_WORKER * jobs)))
     for first, end in pairwise(accumulate(counts.values(), initial=0)):
         places = np.arange(first, end)
@@ -543,7 +544,7 @@ def tile_task(
     source: Source,
     order: np.ndarray,
     part: np.ndarray,
-    kind: Kind,
+    conversion: Conversion,
     places: np.ndarray,
     path: str,
 ) -> tuple[Any, ...]:
@@ -560,7 +561,7 @@ def tile_task(
         source.labels[first].tolist(),
         np.split(source.corners[rows], cuts),
         np.split(places[part], cuts),
-        kind,
+        conversion,
         path,
     )
 
@@ -637,15 +638,15 @@ class PackChanges:
                     text += f": {names}"
                 note(text)
 
-    def say_values(self, kind: Kind, statistics: ChannelStatistics) -> None:
+    def say_values(self, conversion: Conversion, statistics: ChannelStatistics) -> None:
         """Print notes on the range of the values, and on what becomes 1.0."""
-        if kind.max_value is not None:
-            beyond = self.beyond.note(f"--max-value {kind.max_value:,g}")
+        if conversion.max_value is not None:
+            beyond = self.beyond.note(f"--max-value {conversion.max_value:,g}")
             if beyond:
                 note(beyond)
             return
-        scale = scale_of(kind.dtype, None, statistics)
-        if kind.dtype == "uint8":
+        scale = scale_of(conversion.dtype, None, statistics)
+        if conversion.dtype == "uint8":
             if self.brightest <= NEARLY_BLACK:
                 bits, maximum = usual_maximum(self.brightest)
                 note(
@@ -653,7 +654,7 @@ class PackChanges:
                     f" {counted(bits, 'bit')}: they look black; --max-value {maximum} makes that"
                     " 1.0"
                 )
-        elif kind.dtype == "uint16":
+        elif conversion.dtype == "uint16":
             text = range_note(statistics, scale, "--max-value ")
             if text:
                 note(text)
@@ -661,8 +662,8 @@ class PackChanges:
             low = statistics.low.min()
             high = statistics.high.max()
             note(
-                f"{kind.dtype} values from {low:,g} to {high:,g} are kept as they are: train with"
-                " --normalize pack, or pack with --max-value, the value that becomes 1.0"
+                f"{conversion.dtype} values from {low:,g} to {high:,g} are kept as they are: train"
+                " with --normalize pack, or pack with --max-value, the value that becomes 1.0"
             )
 
 
