@@ -507,6 +507,18 @@ def test_a_note_says_the_range_of_values_that_are_not_bytes_or_in_0_to_1(tmp_pat
         assert "values from" not in images_note(read(path))
 
 
+@pytest.mark.parametrize(
+    ("largest", "proposed"), [(250, 255), (300, 300), (5588.5, 5588.5), (40000, 65535), (1e6, 1e6)]
+)
+def test_what_is_proposed_for_floats_is_of_8_or_16_bits_or_their_largest_value(
+    tmp_path, largest, proposed
+):
+    images = (IMAGES / IMAGES.max() * largest).astype("f4")
+    path = str(write(tmp_path / "a.h5", images, LABELS))
+    with pytest.raises(hp.UsageError, match=f"--max-value {proposed:.10g}, which divides"):
+        hp.train(data=path, images="x", labels="y", runs_dir=str(tmp_path), dry_run=True)
+
+
 @pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])
 @pytest.mark.parametrize(
     ("dtype", "max_value", "value"),
