@@ -406,8 +406,8 @@ def as_pictures(
     the title of these.
 
     Of 2 channels the first is drawn, of more than 3 the first three. Where the network was not
-    trained on bytes, black and white are the smallest and the largest value of its training. If
-    1.0 is not the largest value of the type, and the network normalizes, they are `CONTRAST`
+    trained on bytes, black and white are the smallest and the largest value of its training. If it
+    normalizes values of more than 8 bits, of which 1.0 is not the largest, they are `CONTRAST`
     standard deviations below and above the mean, as channels may have different units. Places
     without data are black. The title says what is drawn.
     """
@@ -425,7 +425,7 @@ def as_pictures(
     shown = images[..., :drawn]
     if scale.is_bytes:
         return unit_values(shown, divisor), ", ".join(parts)
-    if pipeline.normalization and not scale.is_full:
+    if pipeline.normalization and scale.dtype != "uint8" and not scale.is_full:
         inputs = pipeline.inputs(torch.from_numpy(images), divisor=divisor)[:, :drawn]
         values = inputs.permute(0, 2, 3, 1).double().cpu().numpy()
         low = -CONTRAST
