@@ -61,7 +61,7 @@ from hpctrain.data.scale import (
 from hpctrain.data.split import Split, find_unusable, probe_checksum
 from hpctrain.data.stored import Stored, as_bytes
 from hpctrain.errors import RunError, UsageError
-from hpctrain.text import brief, listed, printable
+from hpctrain.text import brief, counted, listed, printable
 
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
 USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
@@ -252,7 +252,7 @@ def describe_attributes(images: h5py.Dataset, nodata: float | None) -> list[str]
         values = np.asarray(images.attrs.get(attribute, ())).reshape(-1)
         for value in values.tolist():
             if not isinstance(value, int | float):
-                notes.append(f"{attribute} of {images.name} is not applied")
+                notes.append(f"{attribute} of {images.name} is no number, and not applied")
             elif nodata is None or not is_nodata(values, nodata).all():
                 notes.append(f"{attribute} of {images.name} is not applied: --nodata={value!r}")
     return notes
@@ -480,6 +480,7 @@ def draw_splits(
     if options.group and files is not None:
         splits = _assign_files(labels, shares, files, options.seed)
         way = ", drawn as whole files by --group file"
+        advice = f"give more than {counted(len(files.names), 'file')}, or leave out --group"
     elif block_rows:
         splits = _assign_blocks(labels, shares, bounds, block_rows, options.seed)
         way = f", drawn in blocks of {block_rows:,} images"

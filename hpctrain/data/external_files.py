@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,7 @@ from hpctrain.text import counted
 if TYPE_CHECKING:
     import h5py
 
+NOTE_END = "; "  # between two notes on one file
 PROBE_BYTES = 256 << 10  # of the images of a file, by which it is recognized
 
 
@@ -83,7 +85,8 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> External
         chunk_rows=int(files.chunk_rows.max()),
     )
     notes = [note] if note else []
-    for text, count in Counter(filter(None, index.notes.tolist())).items():
+    all_notes = chain.from_iterable(text.split(NOTE_END) for text in index.notes.tolist() if text)
+    for text, count in Counter(all_notes).items():
         notes.append(f"{text} (in {count:,} of {counted(len(files.names), 'file')})")
     info = SplitInfo(
         path=pattern,
@@ -138,7 +141,7 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
             offset=stored.offset,
             chunk_rows=min(stored.chunk_rows, rows) if rows > 1 else 0,
             crc32=crc32,
-            notes="; ".join(notes),
+            notes=NOTE_END.join(notes),
             labels=texts,
         )
 

@@ -181,11 +181,12 @@ def test_a_note_says_how_many_files_there_are(tmp_path):
     note = images_note(read(pattern, block_rows=0))
     assert note.startswith("/x of 8 files is read as 138 images of 7 rows x 5 columns x 3 channels")
     assert note.endswith("; scale_factor of /x is not applied (in 1 of 8 files)")
-    for number in (1, 5):
+    for number in (1, 2, 5):
         with h5py.File(tmp_path / f"scans/{'ab'[number > 3]}/{number:03}.h5", "a") as file:
             file["x"].attrs["_FillValue"] = 255
     note = images_note(read(pattern, block_rows=0, nodata=0.0))
-    assert "; _FillValue of /x is not applied: --nodata=255 (in 2 of 8 files)" in note
+    assert "; _FillValue of /x is not applied: --nodata=255 (in 3 of 8 files)" in note
+    assert "; scale_factor of /x is not applied (in 1 of 8 files)" in note
     assert "_FillValue" not in images_note(read(pattern, block_rows=0, nodata=255.0))
 
 
@@ -339,6 +340,8 @@ def test_whole_files_are_drawn_with_group_file(tmp_path):
     assert len({*files.files_of(plain.splits["test"].rows)}) > 30
     with pytest.raises(hp.UsageError, match="--group file: .*scans/a/000.h5 is one file"):
         read(tmp_path / "scans/a/000.h5", group="file")
+    with pytest.raises(hp.UsageError, match="give more than 1 file, or leave out --group"):
+        read(tmp_path / "scans/a/000.*", group="file")
 
 
 # The index, which is kept
