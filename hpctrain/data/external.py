@@ -66,8 +66,9 @@ from hpctrain.text import brief, counted, listed, printable
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
 USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
 USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
-CONVENTIONS = ("scale_factor", "add_offset", "_FillValue", "missing_value")  # attributes of netCDF
-FILL_VALUES = CONVENTIONS[2:]  # those that name what is no data
+# Attributes of netCDF
+SCALING = ("scale_factor", "add_offset")
+FILL_VALUES = ("_FillValue", "missing_value")
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20
@@ -240,11 +241,12 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
     return content
 
 
-def describe_attributes(images: h5py.Dataset, nodata: float | None) -> list[str]:
-    """Return notes on attributes of netCDF that are not applied; with what applies fill values."""
+def describe_attributes(
+    images: h5py.Dataset, nodata: float | None, option: str = "--nodata="
+) -> list[str]:
+    """Return notes on attributes of netCDF that are not applied; `option` applies fill values."""
     notes = []
-    scaling = [attribute for attribute in CONVENTIONS if attribute not in FILL_VALUES]
-    unused = [attribute for attribute in scaling if attribute in images.attrs]
+    unused = [attribute for attribute in SCALING if attribute in images.attrs]
     if unused:
         verb = "is" if len(unused) == 1 else "are"
         notes.append(f"{listed(unused)} of {images.name} {verb} not applied")
@@ -254,7 +256,7 @@ def describe_attributes(images: h5py.Dataset, nodata: float | None) -> list[str]
             if not isinstance(value, int | float):
                 notes.append(f"{attribute} of {images.name} is no number, and not applied")
             elif nodata is None or not is_nodata(values, nodata).all():
-                notes.append(f"{attribute} of {images.name} is not applied: --nodata={value!r}")
+                notes.append(f"{attribute} of {images.name} is not applied: {option}{value!r}")
     return notes
 
 

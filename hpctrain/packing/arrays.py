@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import h5py
 import numpy as np
 
-from hpctrain.data.external import CONVENTIONS
+from hpctrain.data.external import describe_attributes
 from hpctrain.data.hdf5 import Unusable, locate_dataset
 from hpctrain.data.pack import (
     LAYOUTS,
@@ -35,7 +35,7 @@ from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
 from hpctrain.packing.write import PackWriter, writing_pack
-from hpctrain.text import brief, listed, say
+from hpctrain.text import brief, say
 
 SLAB_BYTES = 8 << 20  # of images that are written at a time
 NARROWER = {  # what makes packable images of others, and what it needs
@@ -129,7 +129,7 @@ def write_pack(
     for name in ordered(splits):
         images, labels = splits[name]
         _check_name(name)
-        images_of[name] = _open_images(name, images, layout)
+        images_of[name] = _open_images(name, images, layout, nodata)
         labels_of[name] = _check_labels(name, images, labels, len(classes))
     _check_alike(images_of)
     train = images_of["train"]
@@ -306,18 +306,18 @@ def _check_labels(split: str, images: Any, labels: Any, classes: int) -> np.ndar
     return values.astype(np.int32)
 
 
-def _open_images(split: str, images: Any, layout: str | None) -> SplitImages:
+def _open_images(split: str, images: Any, layout: str | None, nodata: float | None) -> SplitImages:
     """Return the images of a split. Raises UsageError if they cannot be packed."""
     name = f"images of {split}"
     _refuse_masked(name, images)
     if hasattr(images, "shape"):
-        return _open_array(name, images, layout)
+        return _open_array(name, images, layout, nodata)
     if not isinstance(images, Iterable) or isinstance(images, str | bytes | Mapping):
         raise UsageError(f"{name} are {type(images).__name__}: expected an array, or an iterable")
     return _open_iterable(name, images, layout)
 
 
-def _open_array(name: str, images: Any, layout: str | None) -> SplitImages:
+def _open_array(name: str, images: Any, layout: str | None, nodata: float | None) -> SplitImages:
     """Return the images of an array (N, ...), or of what is sliced like one."""
     shape = tuple(images.shape or ())  # that of an empty dataset is None
     what = f"{name} are {images.dtype} of shape {shape}"
@@ -328,9 +328,8 @@ def _open_array(name: str, images: Any, layout: str | None) -> SplitImages:
             locate_dataset(images, {})  # HDF5 reads what was never written as zeros
         except Unusable as error:
             raise UsageError(f"{name}: {error}") from None
-        unused = [attribute for attribute in CONVENTIONS if attribute in images.attrs]
-        if unused:
-            _note(f"{name}: {listed(unused)} of {images.name} are not applied")
+        for text in describe_attributes(images, nodata, "nodata="):
+            _note(f"{name}: {text}")
     step = max(1, SLAB_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
     source = getattr(images, "filename", None)  # of a memory map
     if isinstance(images, h5py.Dataset):
