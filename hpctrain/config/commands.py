@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
 from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
 from hpctrain.config.train import CACHE_DIR, OnRanks, Precision, Runs
-from hpctrain.config.values import Fold, Shares, Size
-
-
-def check_nodata(value: float) -> None:
-    """Raise ValueError for infinity, which no value of an image may be."""
-    if math.isinf(value):
-        raise ValueError("give a number, or nan")
+from hpctrain.config.values import Fold, NoData, Shares, Size
 
 
 class SavedConfig(Runs):
@@ -95,9 +88,8 @@ class PackConfig(Settings):
     max_value: float | None = option(
         "stored value that becomes 1.0; default: 255, of 16-bit files 65535", check="(0, inf)"
     )
-    nodata: float | None = option(
-        "stored value that marks missing data, or nan; left out of mean and deviation",
-        check=check_nodata,
+    nodata: NoData | None = option(
+        "stored value that marks missing data, or nan; left out of mean and deviation"
     )
     background: Literal["white", "black"] = option("ground behind transparent pixels", "white")
     encoding: Literal["raw", "jpeg"] = option("pixels or JPEG files, decoded when read", "raw")

@@ -70,7 +70,7 @@ class Seconds(Value, float):
 class NoData(Value, float):
     """A number, or "nan", as it stands for no data. NaN equals NaN."""
 
-    advice = "a number, or nan"
+    advice = "a number that float64 has, or nan"
 
     @staticmethod
     def parse(text: str) -> float:

@@ -144,7 +144,7 @@ def choose_conversion(
             is_reduced=config.dtype == "uint8",
             is_tiled=config.tiles is not None,
             is_gray=config.channels is None and fit.channels == 1,
-            nodata=config.nodata,
+            nodata=None if config.nodata is None else float(config.nodata),
             max_value=config.max_value,
         ),
         headers=headers,

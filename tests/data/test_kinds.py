@@ -245,6 +245,8 @@ def test_nodata_is_left_out_of_the_statistics(tmp_path, capfd):
     assert "beyond" not in capfd.readouterr().err
     assert "no value of int16 images" in refused(tmp_path, capfd, nodata=0.5)
     assert "no value of int16 images" in refused(tmp_path, capfd, nodata="nan")
+    for nodata in ("inf", 2**53 + 1):  # float64 would round it
+        assert "give a number that float64 has, or nan" in refused(tmp_path, capfd, nodata=nodata)
 
 
 def test_an_image_of_nothing_but_nodata_is_refused_by_name(tmp_path, capfd):
