@@ -24,6 +24,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from hpctrain.errors import UsageError
+from hpctrain.text import counted
 
 READ_BYTES = 4 << 20  # consecutive samples read at once, if the order allows it
 
@@ -115,8 +116,9 @@ def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) 
             why = " (the model normalizes one value per image and channel)"
         raise UsageError(
             f"{samples:,} training images in mini-batches of {batch_size:,}, the last one of"
-            f" {rest:,}, cannot be cut into {shards:,} shards of {min_samples} or more images{why}:"
-            " use another --batch-size (or --batch-per-rank), or fewer shards or ranks"
+            f" {rest:,}, cannot be cut into {counted(shards, 'shard')} of {min_samples} or more"
+            f" images{why}: use another --batch-size (or --batch-per-rank), or fewer shards or"
+            " ranks"
         )
     return Partition(samples, shares, last)
 
@@ -140,8 +142,8 @@ def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[r
     """
     if size > shards:
         raise UsageError(
-            f"{size} ranks cannot carry {shards} shards: start at most {shards}, or a new run with"
-            f" --shards {size}"
+            f"{size} ranks cannot carry {counted(shards, 'shard')}: start at most {shards}, or a"
+            f" new run with --shards {size}"
         )
     if loads and len(loads) != size:
         raise UsageError(f"--worker-load names {len(loads)} ranks, but there are {size}")

@@ -281,7 +281,7 @@ TRAINING = """
 --data plain.h5 | plain.h5 --images
 --data good.h5 --batch-size 1 | 1 2 --batch-size
 --data good.h5 --batch-size 8 --batch-per-rank 2 | --batch-size --batch-per-rank
---data good.h5 --shards 1 | 2 1 shards
+--data good.h5 --shards 1 | 2 1 shard:
 --data good.h5 --shards 1000000000000 | 1,000,000,000,000 shards --batch-size
 --data good.h5 --worker-load 3,1,1 | --worker-load 3 2
 --data good.h5 --model resnet17 | --model resnet17 resnet18
