@@ -130,18 +130,30 @@ def decode_contents(
         return fit_samples(contents.read(changes), fit, changes), changes
     image = contents.image
     if not fit.width or fit.channels not in (1, 3):
-        width, height, channels, _ = contents.header()
-        fit = fit.of_size(width, height)._replace(channels=fit.channels or channels)
-        if fit.channels not in (1, 3):
-            raise OtherKind(f"{counted(channels, 'channel')}, not {fit.channels:,}")
-        if not isinstance(data, Image.Image):
-            image = open_image(data)  # reading the header may have decoded it
+        fit = complete_fit(image, fit)
+        if not isinstance(data, Image.Image) and not image.tile:  # this has decoded it
+            image = open_image(data)
     if isinstance(data, Image.Image):
         pixels, changes = decode(data, fit)
     else:
         pixels = decode_opened(image, data, fit, changes)
     values = np.frombuffer(pixels, np.uint8)
     return values.reshape(fit.height, fit.width, fit.channels), changes
+
+
+def complete_fit(image: Any, fit: Fit) -> Fit:
+    """Return `fit` with what it lacks: the size, or the channels, of an image of Pillow.
+
+    Raises OtherKind if `fit` has neither one nor three channels.
+    """
+    if not fit.width:
+        fit = fit.of_size(*upright_size(image))
+    if fit.channels in (1, 3):
+        return fit
+    channels = picture_channels(image)
+    if fit.channels:
+        raise OtherKind(f"{counted(channels, 'channel')}, not {fit.channels:,}")
+    return fit._replace(channels=channels)
 
 
 @raises_bad_image
@@ -236,7 +248,7 @@ def picture_contents(image: Any, data: bytes) -> Contents:
     dtype = stored_type(image, data)
     contents = Contents(
         dtype=dtype,
-        header=lambda: picture_header(image, dtype),
+        header=lambda: Header(*upright_size(image), picture_channels(image), dtype),
         read=None,
         image=image,
     )
@@ -252,9 +264,8 @@ def picture_contents(image: Any, data: bytes) -> Contents:
     return contents._replace(read=partial(read, image, data))
 
 
-def picture_header(image: Any, dtype: str) -> Header:
-    """Return the header of an image of Pillow. This may decode a palette, or PNG with metadata."""
-    channels = 3 if has_colour(image) else 1
+def upright_size(image: Any) -> tuple[int, int]:
+    """Return width and height of an image of Pillow. This may decode a PNG with metadata."""
     tags = tiff_tags(image)
     width, height = image.size
     if tags:  # Pillow turns a TIFF when it opens or loads it
@@ -263,7 +274,12 @@ def picture_header(image: Any, dtype: str) -> Header:
         orientation = tags.get(Tag.Orientation, 1)
     else:
         orientation = orientation_of(image, Changes())
-    return make_header(width, height, channels, np.dtype(dtype), orientation)
+    return (height, width) if orientation in SIDEWAYS else (width, height)
+
+
+def picture_channels(image: Any) -> int:
+    """Return the number of channels of an image of Pillow. This may decode a palette."""
+    return 3 if has_colour(image) else 1
 
 
 def stored_type(image: Image.Image, data: bytes) -> str:
