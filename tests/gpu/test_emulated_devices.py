@@ -92,9 +92,9 @@ def test_every_thread_of_a_rank_uses_its_gpu_alone(tmp_path):
     files = class_folders(tmp_path / "images", {"a": 51, "b": 43}, ".jpg", width=37, height=31)
     flags = {"size": "17x13", "encoding": "jpeg", "split": "0.8,0.1,0.1"}
     make_pack(files, tmp_path / "pack.h5", **flags)
-    done = run_mpi(2, ["-c", RANK, str(tmp_path)], 100, TWO)
+    done = run_mpi(2, ["-c", RANK, str(tmp_path)], 200, TWO)
     assert done.returncode == 0 and REPORT not in done.stderr, done.stdout + done.stderr
-    done = run([sys.executable, "-c", LOADED, str(tmp_path / "a")], 100, TWO, ROOT)
+    done = run([sys.executable, "-c", LOADED, str(tmp_path / "a")], 200, TWO, ROOT)
     assert done.returncode == 0 and REPORT not in done.stderr, done.stdout + done.stderr
 
 
