@@ -84,6 +84,7 @@ assert emulated_gpu.contexts() == [rank] and emulated_gpu.counts()["other_device
 """
 
 
+@pytest.mark.timeout(420)
 def test_every_thread_of_a_rank_uses_its_gpu_alone(tmp_path):
     """Also if a thread of the user's trains, and of a network on another GPU than the current one.
 
