@@ -7,6 +7,7 @@ import pytest
 import hpctrain as hp
 from tests.support.api import train
 from tests.support.launches import check_same, launch
+from tests.support.pictures import make_pack, write_npy
 from tests.support.short import ROWS, digest, images, records, short_run
 
 #: The type, the channels, what values are multiplied by, arguments of hp.write_pack, and settings.
@@ -19,8 +20,30 @@ PACKS = {
 }
 
 
+def write_tiles(folder):
+    """Settings of a short run on a pack of overlapping tiles of 16 bits, cut from large files."""
+    settings = short_run(folder) | {"shards": 8, "deterministic": True, "batch_size": 32}
+    for label in range(3):
+        (folder / f"slides/{label}").mkdir(parents=True)
+        large, _ = images(5 + label, (24, 28, 1), 1, seed=label)
+        for number, image in enumerate(large.astype("u2") * 16):
+            path = folder / f"slides/{label}/{number}.npy"
+            path.write_bytes(write_npy(image))
+    make_pack(
+        folder / "slides",
+        folder / "tiles.h5",
+        tiles="12x12",
+        overlap=4,
+        max_value=4095,
+        split="0.6,0.2,0.2",
+    )
+    return settings | {"data": str(folder / "tiles.h5"), "flip": True, "normalize": "pack"}
+
+
 def write(folder, case):
     """Settings of a short run on a pack of this type, with bits that depend on nothing else."""
+    if case == "tiles":
+        return write_tiles(folder)
     dtype, channels, factor, how, more = PACKS[case]
     settings = short_run(folder) | {"shards": 8, "deterministic": True, "batch_size": 32}
     below = 0 if dtype == "uint16" else 40
@@ -50,7 +73,7 @@ def on_some(comm, size, settings):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("settings", PACKS, indirect=True)
+@pytest.mark.parametrize("settings", [*PACKS, "tiles"], indirect=True)
 def test_ranks_learn_the_bits_of_one(comm, settings):
     assert len({on_some(comm, size, settings) for size in (1, 2, 3)}) == 1
 
@@ -58,12 +81,12 @@ def test_ranks_learn_the_bits_of_one(comm, settings):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("settings", PACKS, indirect=True)
+@pytest.mark.parametrize("settings", [*PACKS, "tiles"], indirect=True)
 def test_many_ranks_learn_the_bits_of_one(comm, settings):
     assert len({on_some(comm, size, settings) for size in (1, 5, 8)}) == 1
 
 
-@pytest.mark.parametrize("case", ["int16", "nodata"])
+@pytest.mark.parametrize("case", ["int16", "nodata", "tiles"])
 def test_a_run_that_is_interrupted_resumes_to_the_same_bits_on_other_ranks(tmp_path, case):
     """Twice, in the middle of an epoch."""
     settings = write(tmp_path, case)
