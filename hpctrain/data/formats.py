@@ -17,6 +17,7 @@ Others hold no checksums: they are whole if they are not cut short.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import math
@@ -24,6 +25,7 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from PIL import Image
@@ -35,6 +37,8 @@ from hpctrain.errors import first_line
 READ = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 HAS_AVIF = importlib.util.find_spec("PIL.AvifImagePlugin") is not None  # Pillow 11.3
 FORMATS = (*READ, "AVIF") if HAS_AVIF else READ
+PREPARED = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"P")  # starts of what Pillow always reads
+PLUGINS = ("Tiff", "WebP", "Jpeg2K", *["Avif"] * HAS_AVIF)  # of the other FORMATS
 
 CONVERT = "convert it to PNG or JPEG"
 DEVELOP = "develop it to JPEG or PNG"
@@ -178,6 +182,8 @@ def open_image(data: bytes) -> ImageFile:
     Raises ValueError for what is no image, or is refused by name (TiffOnly if tifffile may read
     it), and what Pillow raises.
     """
+    if not data.startswith(PREPARED):
+        import_plugins()
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:  # of many types
@@ -195,6 +201,13 @@ def open_image(data: bytes) -> ImageFile:
             f"a JPEG 2000 of more than 8 bits, whose white Pillow turns black: {CONVERT}"
         )
     return image
+
+
+@cache
+def import_plugins() -> None:
+    """Import Pillow's readers of the other formats: to find one, it would import all of its own."""
+    for name in PLUGINS:
+        importlib.import_module(f"PIL.{name}ImagePlugin")
 
 
 def check_single(image: ImageFile, data: bytes) -> None:

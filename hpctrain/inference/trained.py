@@ -29,9 +29,10 @@ from hpctrain.data.images import (
     decode_threads,
     few_gray_levels,
 )
-from hpctrain.data.listing import is_archive, list_folder, read_file
+from hpctrain.data.listing import is_archive, list_folder
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.scale import FULL, Scale, present_values, unit_values
+from hpctrain.data.slices import read_file
 from hpctrain.data.split import Bad
 from hpctrain.data.values import NPY_START, decode_reduced, decode_stored
 from hpctrain.errors import RunError, UsageError, first_line, one_line

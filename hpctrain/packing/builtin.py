@@ -6,7 +6,6 @@ TensorFlow Datasets publishes for them (tf_flowers, checksums.tsv).
 
 from __future__ import annotations
 
-import http.client
 import sys
 from pathlib import Path
 
@@ -35,13 +34,15 @@ def fetch_flowers(cache_dir: str) -> Path:
     path = cache_path(cache_dir, "flower_photos.tgz")
     if path.exists():
         return path
+    from http.client import HTTPException
+
     from torch.hub import download_url_to_file
 
     doing("downloading the flowers")
     say(f"downloading {URL} (229 MB) to {path}, within --hang-timeout", sys.stderr)
     try:
         download_url_to_file(URL, str(path), SHA256, progress=sys.stderr.isatty())
-    except (OSError, RuntimeError, http.client.HTTPException) as error:  # OSError: also of the URL
+    except (OSError, RuntimeError, HTTPException) as error:  # OSError: also of the URL
         raise RunError(
             f"cannot download {URL} to {path}: {error}. Try again, or download it there by hand"
         ) from None

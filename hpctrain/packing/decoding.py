@@ -18,9 +18,9 @@ from hpctrain.data.images import (
     convert_to_jpeg,
     encode_jpeg,
 )
-from hpctrain.data.listing import Slice, read_files
 from hpctrain.data.pack import checksum
 from hpctrain.data.scale import is_nodata, is_not_finite
+from hpctrain.data.slices import Slice, read_files
 from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
 from hpctrain.data.values import decode_reduced, decode_stored
 from hpctrain.files import write_at

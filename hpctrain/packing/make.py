@@ -52,7 +52,6 @@ from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
-from hpctrain.packing.arrays import write_pack
 from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
 from hpctrain.packing.decoding import (
     Conversion,
@@ -62,7 +61,6 @@ from hpctrain.packing.decoding import (
     decode_tiles,
     write_files,
 )
-from hpctrain.packing.digits import generate
 from hpctrain.packing.kinds import Choice, choose_conversion, read_source, requested_size
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.tiles import cut_source
@@ -172,6 +170,9 @@ def output_path(config: PackConfig, source: str) -> Path:
 
 def pack_digits(config: PackConfig, output: Path) -> None:
     """Make a pack of the generated digits; --split divides those of train and test again."""
+    from hpctrain.packing.arrays import write_pack  # a pack of files needs neither of these
+    from hpctrain.packing.digits import generate
+
     for name in NOT_OF_DIGITS:
         if getattr(config, name) != getattr(PackConfig, name):
             raise UsageError(f"{flag_of(name)} does not apply to digits: they are made as they are")
@@ -697,7 +698,7 @@ def provenance(
         "split": str(config.split),
         "fold": str(config.fold or ""),
         "seed": config.seed,
-        "groups": len(np.unique(source.groups[source.groups >= 0])),
+        "groups": int(np.count_nonzero(np.bincount(source.groups[source.groups >= 0]))),
         "hpctrain": hpctrain.__version__,
         "pillow": PIL.__version__,
         "skipped": {

@@ -35,12 +35,12 @@ from hpctrain.data.listing import (
     ARCHIVES,
     FileFinder,
     Listing,
-    Slice,
     list_archive,
     list_folder,
     read_start,
 )
 from hpctrain.data.pack import ALIASES, SPLITS
+from hpctrain.data.slices import Slice
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, counted, listed, listed_names
 

@@ -22,9 +22,8 @@ from typing import Any, Protocol
 
 from hpctrain.cluster import end_with_parent
 from hpctrain.data.images import BadImage
-from hpctrain.data.listing import Slice, read_files
+from hpctrain.data.slices import Slice, read_files
 from hpctrain.errors import RunError
-from hpctrain.watchdog import doing
 
 ENDS = {signal.SIGINT, signal.SIGTERM}  # signals that end pack
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of each worker
@@ -84,9 +83,10 @@ def read_sizes(slices: list[Slice]) -> list[int]:
 @contextmanager
 def start_workers(jobs: int) -> Iterator[RunTasks]:
     """Yield a function that runs tasks in `jobs` processes, or for one job in this process."""
-    from rich.progress import Progress
+    from rich.progress import Progress  # a worker needs none of these
 
-    from hpctrain.report.console import Console  # a worker needs no rich
+    from hpctrain.report.console import Console
+    from hpctrain.watchdog import doing
 
     pool = None
     if jobs > 1:
