@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
@@ -246,17 +245,6 @@ class Crop(NamedTuple):
         return left, top, left + w, top + h
 
 
-@contextmanager
-def bad_images() -> Iterator[None]:
-    """Raise any error of the block as BadImage: for corrupt files, Pillow raises many types."""
-    try:
-        yield
-    except (BadImage, MemoryError):
-        raise
-    except Exception as error:
-        raise as_bad_image(error) from error
-
-
 def as_bad_image(error: Exception) -> BadImage:
     """Return the error to raise in place of one of Pillow, NumPy or tifffile."""
     if isinstance(error, Image.UnidentifiedImageError):  # its text contains a memory address
@@ -265,7 +253,9 @@ def as_bad_image(error: Exception) -> BadImage:
 
 
 def raises_bad_image(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose errors are raised as by `bad_images`, which is slower."""
+    """Decorate a function that raises any error as BadImage: for corrupt files, Pillow raises many
+    types.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -42,6 +42,10 @@ NOT_FINITE = (
     "holds NaN or infinite values: write finite ones, take it out of the file, or leave NaN out by"
     " --nodata nan"
 )
+TOO_LARGE = (
+    "holds values that are too large for float32, in which networks compute: a larger --max-value"
+    " makes them smaller"
+)
 NO_DATA = "holds no data, only values of --nodata: take it out of the file"
 
 Bad = dict[int, str]  # samples that cannot be used, and why
@@ -447,14 +451,18 @@ def find_unusable(images: np.ndarray, divisor: float, nodata: float | None) -> B
         empty = missing.all(axis=(1, 2, 3))
         unusable |= dict.fromkeys(np.flatnonzero(empty).tolist(), NO_DATA)
     if images.dtype.kind == "f" or divisor < 1:
-        finite = np.isfinite(images)
         if divisor < 1 or images.dtype.itemsize > 4:
-            finite &= np.isfinite(divide(images, divisor))
-        if missing is not None:
-            finite |= missing
-        infinite = ~finite.all(axis=(1, 2, 3))
-        unusable |= dict.fromkeys(np.flatnonzero(infinite).tolist(), NOT_FINITE)
+            unusable |= _infinite_images(divide(images, divisor), missing, TOO_LARGE)
+        unusable |= _infinite_images(images, missing, NOT_FINITE)
     return unusable
+
+
+def _infinite_images(values: np.ndarray, missing: np.ndarray | None, why: str) -> Bad:
+    """Return which images (n, H, W, C) hold NaN or infinity but for `missing` values, and `why`."""
+    finite = np.isfinite(values)
+    if missing is not None:
+        finite |= missing
+    return dict.fromkeys(np.flatnonzero(~finite.all(axis=(1, 2, 3))).tolist(), why)
 
 
 def probe_checksum(images: np.ndarray, divisor: float) -> int:

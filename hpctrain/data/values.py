@@ -116,6 +116,8 @@ def decode_reduced(data: bytes | Image.Image, fit: Fit) -> tuple[np.ndarray, Cha
     contents = open_contents(data, fit)
     if contents.dtype == "uint8":
         return decode_contents(contents, data, fit)
+    if is_npy(data):
+        raise BadImage(f"an array of {contents.dtype}, which --dtype uint8 does not reduce")
     pixels, changes = decode(data, fit)
     values = np.frombuffer(pixels, np.uint8)
     return values.reshape(fit.height, fit.width, fit.channels), changes
@@ -170,7 +172,7 @@ def open_contents(data: bytes | Image.Image, fit: Fit) -> Contents:
     """Open an image file. Raises BadImage, ValueError, and what Pillow and tifffile raise."""
     if isinstance(data, Image.Image):
         return picture_contents(data, b"")
-    if data.startswith(NPY_START):
+    if is_npy(data):
         return array_contents(data)
     if fit.pages and TIFF_START.match(data):
         return tiff_contents(data, pages=True)
@@ -214,9 +216,25 @@ def tiff_contents(data: bytes, pages: bool = False, reason: str = "") -> Content
     return Contents(header.dtype, lambda: header, read)
 
 
+def is_npy(data: bytes | Image.Image) -> bool:
+    """Whether a file is one of NumPy's."""
+    return isinstance(data, bytes) and data.startswith(NPY_START)
+
+
+@raises_bad_image
+def load_array(data: bytes) -> np.ndarray:
+    """Return the array of a file of NumPy, which must hold no more than that. Raises BadImage."""
+    file = io.BytesIO(data)
+    values = np.asarray(np.load(file, allow_pickle=False))
+    rest = len(data) - file.tell()
+    if rest:
+        raise BadImage(f"{counted(rest, 'byte')} after its array: save each array as its own file")
+    return values
+
+
 def array_contents(data: bytes) -> Contents:
     """Open a file of NumPy. Raises BadImage unless it holds (H, W) or (H, W, C) numbers."""
-    values = np.load(io.BytesIO(data), allow_pickle=False)
+    values = load_array(data)
     shape = values.shape
     what = f"an array of {values.dtype} of shape {shape}"
     if values.dtype.kind not in "biuf":

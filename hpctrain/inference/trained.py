@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import sys
@@ -25,7 +24,6 @@ from hpctrain.data.images import (
     Change,
     Changes,
     Fit,
-    bad_images,
     decode_threads,
     few_gray_levels,
 )
@@ -34,7 +32,7 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.scale import FULL, Scale, present_values, unit_values
 from hpctrain.data.slices import read_file
 from hpctrain.data.split import Bad
-from hpctrain.data.values import NPY_START, decode_reduced, decode_stored
+from hpctrain.data.values import decode_reduced, decode_stored, is_npy, load_array
 from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import build, input_like, load_weights, read_model
@@ -393,7 +391,7 @@ class Images:
             source = read_file(os.fspath(image))
         else:
             source = image
-        if isinstance(source, bytes) and source.startswith(NPY_START):
+        if isinstance(source, bytes) and is_npy(source):
             return self._decode_array(source)
         if self._scale.is_bytes and (self._scale.nodata is None or self._had_16_bits):
             values, changes = decode_reduced(source, self._fit)
@@ -405,8 +403,7 @@ class Images:
 
     def _decode_array(self, data: bytes) -> tuple[np.ndarray, Changes]:
         """Return the values of a .npy file, of any type if they have the size of the network."""
-        with bad_images():
-            values = np.load(io.BytesIO(data), allow_pickle=False)
+        values = load_array(data)
         if values.ndim == 2:
             values = values[..., None]
         if values.shape != self.image_shape or not is_number(values.dtype):

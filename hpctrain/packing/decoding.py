@@ -174,7 +174,7 @@ def decode_values(data: bytes, conversion: Conversion) -> tuple[bytes, np.ndarra
     else:
         values, changes = decode_stored(data, conversion.of_file)
     check_channels(changes, conversion)
-    if conversion.nodata is not None:
+    if is_same_nodata(changes.nodata, conversion):
         changes.kinds &= ~Change.NODATA_STATED
     if values.dtype != conversion.dtype:
         if not conversion.takes_bytes or values.dtype != np.uint8:
@@ -191,6 +191,17 @@ def check_channels(changes: Changes, conversion: Conversion) -> None:
     """Raise OtherKind for a picture in colour if all others are gray."""
     if conversion.is_gray and changes.kinds & Change.COLOUR_TO_GRAY:
         raise OtherKind("in colour, and others are gray")
+
+
+def is_same_nodata(text: str, conversion: Conversion) -> bool:
+    """Whether a nodata value, as a file states it, is that of --nodata in the type of the pack."""
+    if conversion.nodata is None:
+        return False
+    try:
+        stated = float(text)
+    except ValueError:
+        return False
+    return bool(is_nodata(np.array(conversion.nodata, conversion.dtype), stated))
 
 
 def encode_file(data: bytes, conversion: Conversion) -> tuple[bytes, np.ndarray, Changes]:

@@ -659,7 +659,7 @@ class PackChanges:
             text = range_note(statistics, scale, "--max-value ")
             if text:
                 note(text)
-        else:
+        elif not scale.is_full:
             low = statistics.low.min()
             high = statistics.high.max()
             note(

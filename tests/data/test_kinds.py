@@ -178,6 +178,9 @@ def test_dtype_uint8_reduces_as_before(tmp_path, capfd):
     assert found["a/x.png"].dtype == np.uint8
     assert np.array_equal(found["a/x.png"][..., 0], (deep.astype(int) + 128) // 257)
     assert "more than 8 bits per channel, reduced to 8" in capfd.readouterr().err
+    folder(tmp_path / "images", {"a/z.npy": deep})
+    said = refused(tmp_path, capfd, dtype="uint8")
+    assert "a/z.npy: an array of uint16, which --dtype uint8 does not reduce" in said
 
 
 @pytest.mark.parametrize("most", [1023, 4095])
@@ -206,6 +209,22 @@ def test_floats_and_signed_values_need_a_scale_and_are_told_so(tmp_path, capfd):
     assert re.search(
         r"int16 values from -3\d,\d+ to 3\d,\d+ .* --max-value", capfd.readouterr().err
     )
+
+
+def test_floats_in_0_to_1_need_no_scale(tmp_path, capfd):
+    images = {
+        f"{c}/x.npy": np.linspace(0, n, 72, dtype="f4").reshape(8, 9) for n, c in enumerate("ba")
+    }
+    make_pack(folder(tmp_path / "images", images), tmp_path / "a.h5", split="1")
+    assert "--max-value" not in capfd.readouterr().err
+
+
+def test_a_file_of_numpy_holds_one_array_and_no_more(tmp_path, capfd):
+    """np.save to an open file appends: of two arrays, np.load returns the first."""
+    first = npy(values("uint16"))
+    files = {"a/x.npy": first + first, "b/y.npy": values("uint16")}
+    folder(tmp_path / "images", files)
+    assert f"a/x.npy: {len(first):,} bytes after its array" in refused(tmp_path, capfd)
 
 
 def holes(number):
@@ -247,6 +266,14 @@ def test_nodata_is_left_out_of_the_statistics(tmp_path, capfd):
     assert "no value of int16 images" in refused(tmp_path, capfd, nodata="nan")
     for nodata in ("inf", 2**53 + 1):  # float64 would round it
         assert "give a number that float64 has, or nan" in refused(tmp_path, capfd, nodata=nodata)
+
+
+@pytest.mark.parametrize("nodata, is_noted", [(-9999, False), (-32768, True)])
+def test_another_nodata_value_than_the_given_one_is_noted(tmp_path, capfd, nodata, is_noted):
+    page = tiff_page(values("int16")[..., 0], t42113=b"-9.999e3 ")
+    folder(tmp_path / "images", {"a/x.tif": tiff(page), "b/y.npy": values("int16")})
+    make_pack(tmp_path / "images", tmp_path / "a.h5", split="1", nodata=nodata)
+    assert ("GDAL_NODATA -9.999e3" in capfd.readouterr().err) == is_noted
 
 
 def test_an_image_of_nothing_but_nodata_is_refused_by_name(tmp_path, capfd):
