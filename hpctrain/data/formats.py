@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import logging
 import math
 import re
 import struct
@@ -33,6 +34,9 @@ from PIL.ExifTags import Base as Tag
 from PIL.ImageFile import ImageFile
 
 from hpctrain.errors import first_line
+
+# Pillow logs what it does not decode, which tifffile does; logging prints what nobody handles.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 READ = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 HAS_AVIF = importlib.util.find_spec("PIL.AvifImagePlugin") is not None  # Pillow 11.3

@@ -1,6 +1,7 @@
 """Values of image files of every type and number of channels, as they are stored."""
 
 import io
+import logging
 import re
 import struct
 import sys
@@ -395,3 +396,11 @@ def test_images_of_pillow_are_decoded_like_their_files():
         assert np.array_equal(values.squeeze(), np.asarray(image))
     with pytest.raises(BadImage, match="^int32 values"):
         decode_stored(Image.fromarray(GRAYS.astype(np.int32)), OWN)
+
+
+def test_what_pillow_does_not_decode_is_not_printed(monkeypatch, capfd):
+    """It logs an error for each TIFF of more than 6 samples, which tifffile reads."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest
+    values, _ = decode_stored(tiff(tiff_page(THIRTEEN)), OWN)
+    assert np.array_equal(values, THIRTEEN)
+    assert capfd.readouterr() == ("", "")
