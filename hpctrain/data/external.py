@@ -43,6 +43,7 @@ from hpctrain.data.pack import (
     MOST_CHANNELS,
     ONE_SAMPLE,
     SPLITS,
+    UNPACK,
     ExternalOptions,
     Pack,
     SplitInfo,
@@ -67,7 +68,7 @@ MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 fol
 USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
 USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
 # Attributes of netCDF
-SCALING = ("scale_factor", "add_offset")
+UNITS = ("scale_factor", "add_offset", "_Unsigned")
 FILL_VALUES = ("_FillValue", "missing_value")
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
@@ -80,6 +81,7 @@ class ExternalContent(NamedTuple):
     infos: dict[str, SplitInfo]
     labels: dict[str, np.ndarray]  # (N,), as stored
     layout: str
+    units: str  # attributes of the images that are not applied, as `describe_units` returns them
     sizes: dict[str, int]  # bytes of all files that hold the data, by path
     notes: list[str]
 
@@ -201,6 +203,7 @@ def describe_file(
             "source": os.path.basename(path),
             "images": images.dataset,
             "notes": content.notes,
+            "units": content.units,
         },
         layout=content.layout,
         max_value=options.max_value,
@@ -220,13 +223,20 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
         infos={},
         labels={},
         layout=options.layout or "",
+        units="",
         sizes={},
         notes=[],
     )
     for split, name in find_splits(file, options).items():
         images = find_dataset(file, options.images.replace("{split}", name))
         labels = find_dataset(file, options.labels.replace("{split}", name))
-        content = content._replace(layout=choose_layout(images, content.layout))
+        units = describe_units(images)
+        if content.infos and units != content.units:
+            raise Unusable(
+                f"the images {images.name} are stored with {units or 'no scale_factor'}, those of"
+                f" train with {content.units or 'no scale_factor'}: {UNPACK}"
+            )
+        content = content._replace(layout=choose_layout(images, content.layout), units=units)
         stored = locate_dataset(images, content.sizes)
         content.labels[split] = number_names(
             read_all_labels(labels, len(images)), f"the labels {labels.name}"
@@ -241,12 +251,21 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
     return content
 
 
+def describe_units(images: h5py.Dataset) -> str:
+    """Return the attributes of netCDF by which stored values become physical ones, or ""."""
+    parts = []
+    for name in UNITS:
+        values = np.asarray(images.attrs.get(name, ())).reshape(-1)
+        parts += [f"{name} {value}" for value in values.tolist()]
+    return ", ".join(parts)
+
+
 def describe_attributes(
     images: h5py.Dataset, nodata: float | None, option: str = "--nodata="
 ) -> list[str]:
     """Return notes on attributes of netCDF that are not applied; `option` applies fill values."""
     notes = []
-    unused = [attribute for attribute in SCALING if attribute in images.attrs]
+    unused = [attribute for attribute in UNITS if attribute in images.attrs]
     if unused:
         verb = "is" if len(unused) == 1 else "are"
         notes.append(f"{listed(unused)} of {images.name} {verb} not applied")

@@ -22,6 +22,7 @@ from hpctrain.data.external import (
     ExternalContent,
     choose_layout,
     describe_attributes,
+    describe_units,
     make_pack,
     number_names,
     read_all_labels,
@@ -99,6 +100,7 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> External
         infos={"": info},
         labels={"": labels},
         layout=index.format.layout,
+        units=index.format.units,
         sizes={},
         notes=notes,
     )
@@ -135,6 +137,7 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
                 dtype=stored.dtype,
                 layout=layout,
                 shape=stored.shape[1:],
+                units=describe_units(images) if len(images.attrs) else "",
                 labels=label_type,
             ),
             rows=rows,

@@ -22,12 +22,13 @@ import numpy as np
 
 from hpctrain.cores import make_pool
 from hpctrain.data.file_set import FileSet, split_pattern
+from hpctrain.data.pack import UNPACK
 from hpctrain.errors import UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.text import counted
 from hpctrain.watchdog import doing
 
-VERSION = 1  # part of the name of an index
+VERSION = 2  # part of the name of an index
 THREADS = 16  # that ask for the sizes of files: each request may take a network file system 1 ms
 FILES_AT_A_TIME = 64
 SETTLED = 2_000_000_000  # ns after which another modification has another time
@@ -40,10 +41,13 @@ class FileFormat(NamedTuple):
     dtype: str
     layout: str
     shape: tuple[int, ...]  # of a sample, as stored
+    units: str  # attributes by which stored values become physical ones, which are not applied
     labels: str  # "integers", "strings" or "one-hot of K"
 
     def __str__(self) -> str:
-        return f"images of {self.dtype} {self.shape} in {self.layout}, and labels {self.labels}"
+        units = f", {self.units}" if self.units else ""
+        images = f"images of {self.dtype} {self.shape} in {self.layout}{units}"
+        return f"{images}, and labels {self.labels}"
 
 
 class FileContent(NamedTuple):
@@ -248,9 +252,13 @@ def join_contents(matching: MatchingFiles, contents: Sequence[FileContent]) -> I
             os.path.join(matching.folder, os.fsdecode(matching.names[number]))
             for number in (unlike[0], 0)
         ]
+        other = contents[unlike[0]].format
+        advice = ""
+        if other.units != first.units:
+            advice = f"; {UNPACK}"
         raise UsageError(
-            f"{paths[0]} holds {contents[unlike[0]].format}, but {paths[1]} {first}:"
-            f" {len(unlike):,} of {len(contents):,} files differ from the first"
+            f"{paths[0]} holds {other}, but {paths[1]} {first}:"
+            f" {len(unlike):,} of {len(contents):,} files differ from the first{advice}"
         )
     return Index(
         format=first,
@@ -273,10 +281,10 @@ def read_index(path: Path) -> Index | None:
             columns = {name: arrays[name] for name in Index._fields}  # compares their CRC-32
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
-    dataset, dtype, layout, shape, labels = json.loads(str(columns.pop("format")))
+    facts = FileFormat(*json.loads(str(columns.pop("format"))))
     if columns["labels"].dtype.kind != "U":
         columns["labels"] = columns["labels"].astype(np.int64)
-    return Index(format=FileFormat(dataset, dtype, layout, tuple(shape), labels), **columns)
+    return Index(format=facts._replace(shape=tuple(facts.shape)), **columns)
 
 
 def write_index(path: Path, index: Index) -> None:

@@ -89,6 +89,13 @@ class SplitInfo(NamedTuple):
     files: FileSet | None = None  # those with the rows of `images`, if `path` is a pattern
 
 
+#: What to do with images that differ in attributes of netCDF such as scale_factor.
+UNPACK = (
+    "these attributes are not applied, so write files of physical values, as 'ncpdq -U old.nc"
+    " new.nc' does"
+)
+
+
 class ExternalOptions(NamedTuple):
     """How an HDF5 file of another program is read: its datasets, layout, splits and scale.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -24,7 +24,7 @@ from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.config.functions import source_files
 from hpctrain.cores import check_threads
 from hpctrain.data.file_set import is_pattern
-from hpctrain.data.pack import ExternalOptions, Pack, is_pack, read_pack
+from hpctrain.data.pack import UNPACK, ExternalOptions, Pack, is_pack, read_pack
 from hpctrain.data.scale import Scale, is_nodata, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
@@ -220,6 +220,7 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
         path = find_pack_path(config.data or metadata["pack"], config.cache_dir)
         pack = read_in_scale(path, metadata["external"], network.scale, config.cache_dir)
         require_split(pack, config.split)
+        check_units(pack, metadata)
         for name, value, trained in (
             ("images of shape", pack.image_shape, network.image_shape),
             ("classes", pack.classes, network.classes),
@@ -237,6 +238,19 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
     pack = on_root(comm, find_pack)
     with on_all(comm):
         return Split(pack, config.split, network.decoders)
+
+
+def check_units(pack: Pack, metadata: Mapping[str, Any]) -> None:
+    """Raise UsageError for an external file whose stored values are of other units than before."""
+    if pack.external is None:
+        return
+    units = pack.provenance["units"]
+    trained = metadata["provenance"].get("units", units)
+    if units != trained:
+        raise UsageError(
+            f"{pack.path} is stored with {units or 'no scale_factor'}, the images of the training"
+            f" with {trained or 'no scale_factor'}: {UNPACK}"
+        )
 
 
 def say_share(pack: Pack, split: str) -> None:

@@ -576,6 +576,10 @@ def test_what_a_file_says_and_is_not_applied_is_noted(tmp_path):
     assert images_note(read(path)).endswith("; scale_factor of /x is not applied")
     note = images_note(read(path, "{split}/x", "{split}/y"))
     assert "test has uint8 values from 0 to 1, divided by 255, and train uint8 values" in note
+    with h5py.File(path, "a") as file:
+        file["test/x"].attrs["add_offset"] = 7
+    text = refusal(path, images="{split}/x", labels="{split}/y")
+    assert "/test/x are stored with add_offset 7, those of train with no scale_factor" in text
 
 
 @pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])

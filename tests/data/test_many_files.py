@@ -176,18 +176,29 @@ def test_strings_are_names_even_where_a_file_has_numbers_alone(tmp_path):
 
 def test_a_note_says_how_many_files_there_are(tmp_path):
     pattern = write_set(tmp_path)
-    with h5py.File(tmp_path / "scans/a/002.h5", "a") as file:
-        file["x"].attrs["scale_factor"] = 0.5
     note = images_note(read(pattern, block_rows=0))
     assert note.startswith("/x of 8 files is read as 138 images of 7 rows x 5 columns x 3 channels")
-    assert note.endswith("; scale_factor of /x is not applied (in 1 of 8 files)")
-    for number in (1, 2, 5):
+    for number in (1, 5):
         with h5py.File(tmp_path / f"scans/{'ab'[number > 3]}/{number:03}.h5", "a") as file:
             file["x"].attrs["_FillValue"] = 255
+            if number == 5:
+                file["x"].attrs["missing_value"] = 254
     note = images_note(read(pattern, block_rows=0, nodata=0.0))
-    assert "; _FillValue of /x is not applied: --nodata=255 (in 3 of 8 files)" in note
-    assert "; scale_factor of /x is not applied (in 1 of 8 files)" in note
+    assert "; _FillValue of /x is not applied: --nodata=255 (in 2 of 8 files)" in note
+    assert "; missing_value of /x is not applied: --nodata=254 (in 1 of 8 files)" in note
     assert "_FillValue" not in images_note(read(pattern, block_rows=0, nodata=255.0))
+
+
+def test_units_that_all_files_have_are_noted(tmp_path):
+    pattern = write_set(tmp_path)
+    for path in (tmp_path / "scans").glob("*/*.h5"):
+        with h5py.File(path, "a") as file:
+            file["x"].attrs["scale_factor"] = np.array([0.5], "f4")
+            file["x"].attrs["add_offset"] = 280.0
+    pack = read(pattern, block_rows=0)
+    note = "; scale_factor, add_offset of /x are not applied (in 8 of 8 files)"
+    assert images_note(pack).endswith(note)
+    assert pack.provenance["units"] == "scale_factor 0.5, add_offset 280.0"
 
 
 # Reading: a few files are open at a time
@@ -491,6 +502,14 @@ def two_without(folder):
             del file["y"]
 
 
+def attribute(name, value):
+    def change(folder):
+        with h5py.File(folder / "scans/a/002.h5", "a") as file:
+            file["x"].attrs[name] = value
+
+    return change
+
+
 def labels_of(values):
     def relabel(folder):
         write(folder / "scans/a/002.h5", IMAGES[: len(values)], values)
@@ -532,6 +551,13 @@ BAD = {  # what happens to the set, what is named
         " images of uint8 (7, 5, 3) in NHWC, and labels integers: 2 of 8 files differ",
     ),
     "another type": (other_type, "a/002.h5 holds images of uint16 (7, 5, 3)"),
+    "other units": (
+        attribute("add_offset", 280.0),
+        "a/002.h5 holds images of uint8 (7, 5, 3) in NHWC, add_offset 280.0, and labels integers,"
+        " but SCANS/a/000.h5 images of uint8 (7, 5, 3) in NHWC, and labels integers: 1 of 8 files"
+        " differ from the first; these attributes are not applied",
+    ),
+    "unsigned": (attribute("_Unsigned", "true"), "in NHWC, _Unsigned true, and labels"),
     "no images": (without("x"), "a/002.h5: there is no dataset 'x'; it holds y"),
     "no labels": (without("y"), "a/002.h5: there is no dataset 'y'; it holds x"),
     "no labels in two": (

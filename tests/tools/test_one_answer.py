@@ -427,6 +427,18 @@ def test_a_network_of_a_pack_is_evaluated_on_packs(tmp_path):
         hp.evaluate(run, data=str(path), trust_code=True, threads=1)
 
 
+def test_files_of_other_units_are_not_evaluated(tmp_path):
+    """Attributes such as scale_factor are not applied: equal values would mean others."""
+    network = train_on(tmp_path, X.astype("i2"), max_value=255.0)
+    path = write(tmp_path / "b.h5", X.astype("i2"), LABELS)
+    given = {"data": str(path), "split": "train", "trust_code": True, "threads": 1}
+    assert hp.evaluate(network.path.parent, **given).rows == 20
+    with h5py.File(path, "a") as file:
+        file["x"].attrs["scale_factor"] = 0.25
+    with pytest.raises(hp.UsageError, match=r"b\.h5 is stored with scale_factor 0\.25, the images"):
+        hp.evaluate(network.path.parent, **given)
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_files_are_evaluated_in_the_scale_of_the_training(tmp_path, case):
     """The loss is that of the network of torch on these values, or the file is refused."""
