@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
-from hpctrain.config.train import CACHE_DIR, OnRanks, Precision, Runs
+from hpctrain.config.train import CACHE_DIR, Layout, OnRanks, Precision, Runs
 from hpctrain.config.values import Fold, NoData, Shares, Size
 
 
@@ -42,8 +42,17 @@ class EvaluateConfig(NetworkConfig):
 class PredictConfig(NetworkConfig):
     """Settings of ``hpctrain predict``: a CSV of classes and probabilities."""
 
-    images: tuple[str, ...] = option(
-        "image files or folders; default: a split of --data", (), positional=True, group="Output"
+    files: tuple[str, ...] = option(
+        "image files, HDF5 files, folders or patterns; default: a split of --data",
+        (),
+        positional=True,
+        group="Output",
+    )
+    images: str | None = option(
+        "dataset of FILES that are HDF5; default: that of the training", needs="files"
+    )
+    layout: Layout | None = option(
+        "axes of HDF5 images, such as NCHW; default: those of the training", needs="files"
     )
     output: str = option("CSV file (- = stdout), or folder of restored images", "predictions.csv")
     figure: int = option("draw N random images with answers, .png beside --output", 0, "[0, 1000]")

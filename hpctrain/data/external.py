@@ -229,7 +229,6 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
     )
     for split, name in find_splits(file, options).items():
         images = find_dataset(file, options.images.replace("{split}", name))
-        labels = find_dataset(file, options.labels.replace("{split}", name))
         units = describe_units(images)
         if content.infos and units != content.units:
             raise Unusable(
@@ -238,9 +237,12 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
             )
         content = content._replace(layout=choose_layout(images, content.layout), units=units)
         stored = locate_dataset(images, content.sizes)
-        content.labels[split] = number_names(
-            read_all_labels(labels, len(images)), f"the labels {labels.name}"
-        )
+        content.labels[split] = np.zeros(len(images), np.int64)
+        if options.labels:
+            labels = find_dataset(file, options.labels.replace("{split}", name))
+            content.labels[split] = number_names(
+                read_all_labels(labels, len(images)), f"the labels {labels.name}"
+            )
         content.infos[split] = SplitInfo(
             path=os.path.abspath(os.fsdecode(images.file.filename)),
             samples=len(images),

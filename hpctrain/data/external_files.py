@@ -10,6 +10,7 @@ import glob
 import os
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -22,10 +23,12 @@ from hpctrain.data.external import (
     ExternalContent,
     choose_layout,
     describe_attributes,
+    describe_file,
     describe_units,
     make_pack,
     number_names,
     read_all_labels,
+    read_content,
     read_external,
 )
 from hpctrain.data.file_set import absolute_pattern, is_pattern, split_pattern
@@ -70,14 +73,53 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> External
             f"--images {options.images} has splits of its own, and those of a set of files are"
             " drawn: name datasets that each file has, and give --split"
         )
+    folder, _ = split_pattern(pattern)
     key = (options.images, options.labels, options.layout, str(options.nodata))
     read = partial(read_file_of_set, options=options)
     index, note = file_index.index_files(pattern, key, cache_dir, read)
+    content = join_files(pattern, index, folder, options)
+    if note:
+        content.notes.insert(0, note)
+    return content
+
+
+def open_rows(paths: Sequence[str], options: ExternalOptions) -> Pack:
+    """Return the rows of all HDF5 files, in this order, as train of a `Pack` without classes.
+
+    Labels are not read. Raises UsageError.
+    """
+    options = options._replace(labels="")
+    path = os.path.abspath(paths[0])
+    if len(paths) == 1 and options.layout not in ONE_SAMPLE:
+        with open_hdf5(path) as file:
+            content = read_content(file, options)
+    else:
+        matching = file_index.match_files(paths)
+        contents = file_index.read_changed(
+            matching, None, partial(read_file_of_set, options=options)
+        )
+        index = file_index.join_contents(matching, contents)
+        content = join_files(path, index, matching.folder, options)
+    return describe_file(
+        path,
+        content=content,
+        train="",
+        values=np.empty(0, np.int64),
+        options=options._replace(nodata=None),  # any type may hold rows without missing data
+    )
+
+
+def join_files(
+    path: str, index: file_index.Index, folder: str, options: ExternalOptions
+) -> ExternalContent:
+    """Return what the files of an index, relative to `folder`, hold together. Raises UsageError.
+
+    `path` stands for all of them in messages.
+    """
     try:
         labels = number_names(index.labels, f"the labels {options.labels}")
     except Unusable as error:
-        raise UsageError(f"{pattern}: {error}") from None
-    folder, _ = split_pattern(pattern)
+        raise UsageError(f"{path}: {error}") from None
     files = index.file_set(folder, is_sample=options.layout in ONE_SAMPLE)
     images = Stored(
         dataset=index.format.dataset,
@@ -85,12 +127,12 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> External
         shape=(len(labels), *index.format.shape),
         chunk_rows=int(files.chunk_rows.max()),
     )
-    notes = [note] if note else []
+    notes = list[str]()
     all_notes = chain.from_iterable(text.split(NOTE_END) for text in index.notes.tolist() if text)
     for text, count in Counter(all_notes).items():
         notes.append(f"{text} (in {count:,} of {counted(len(files.names), 'file')})")
     info = SplitInfo(
-        path=pattern,
+        path=path,
         samples=len(labels),
         images=images,
         targets=labels,
@@ -110,7 +152,6 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
     """Read what one file of a set holds, but for its images. Raises UsageError."""
     with open_hdf5(path) as file:
         images = find_dataset(file, options.images)
-        labels = find_dataset(file, options.labels)
         sizes: dict[str, int] = {}
         is_sample = options.layout in ONE_SAMPLE
         layout = choose_layout(images, options.layout or "")
@@ -118,15 +159,21 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
         if is_sample:
             stored = stored._replace(shape=(1, *stored.shape), chunk_rows=0)
         rows = stored.shape[0]
-        texts = read_all_labels(labels, rows, sizes)
+        texts = np.zeros(rows, np.int64)
+        label_type = ""
+        names = [images.name]
+        if options.labels:
+            labels = find_dataset(file, options.labels)
+            names.append(labels.name)
+            texts = read_all_labels(labels, rows, sizes)
+            label_type = "strings" if texts.dtype.kind == "U" else "integers"
+            if labels.size > rows:
+                label_type = f"one-hot of {labels.size // rows}"
         if [*sizes] != [path]:
             raise Unusable(
-                f"{images.name} or {labels.name} is stored in another file: a set is of files that"
-                " hold both"
+                f"{' or '.join(names)} is stored in another file: a set is of files that hold all"
+                " of theirs"
             )
-        label_type = "strings" if texts.dtype.kind == "U" else "integers"
-        if labels.size > rows:
-            label_type = f"one-hot of {labels.size // rows}"
         notes = describe_attributes(images, options.nodata) if len(images.attrs) else []
         crc32 = probe_file(images, stored, path)
         for text in texts.tolist():

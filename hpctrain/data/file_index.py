@@ -42,12 +42,15 @@ class FileFormat(NamedTuple):
     layout: str
     shape: tuple[int, ...]  # of a sample, as stored
     units: str  # attributes by which stored values become physical ones, which are not applied
-    labels: str  # "integers", "strings" or "one-hot of K"
+    labels: str  # "integers", "strings" or "one-hot of K"; "" = labels are not read
 
     def __str__(self) -> str:
-        units = f", {self.units}" if self.units else ""
-        images = f"images of {self.dtype} {self.shape} in {self.layout}{units}"
-        return f"{images}, and labels {self.labels}"
+        text = f"images of {self.dtype} {self.shape} in {self.layout}"
+        if self.units:
+            text += f", {self.units}"
+        if self.labels:
+            text += f", and labels {self.labels}"
+        return text
 
 
 class FileContent(NamedTuple):
@@ -63,10 +66,10 @@ class FileContent(NamedTuple):
 
 
 class MatchingFiles(NamedTuple):
-    """The F files that a pattern stands for."""
+    """The F files that a pattern stands for, or that were given one by one."""
 
     folder: str
-    names: np.ndarray  # (F,) bytes, relative to the folder, sorted as texts
+    names: np.ndarray  # (F,) bytes, relative to the folder; of a pattern, sorted as texts
     sizes: np.ndarray  # (F,) int64, bytes
     modified: np.ndarray  # (F,) int64, ns
 
@@ -183,6 +186,17 @@ def list_files(pattern: str) -> MatchingFiles:
     return MatchingFiles(
         folder=folder,
         names=np.array([os.fsencode(name) for name in names]),
+        sizes=np.array([state.st_size for state in states]),
+        modified=np.array([state.st_mtime_ns for state in states]),
+    )
+
+
+def match_files(paths: Sequence[str]) -> MatchingFiles:
+    """Return these files, in this order, with their sizes. Raises UsageError."""
+    states = [*map(_status, paths)]
+    return MatchingFiles(
+        folder=os.sep,
+        names=np.array([os.fsencode(os.path.relpath(path, os.sep)) for path in paths]),
         sizes=np.array([state.st_size for state in states]),
         modified=np.array([state.st_mtime_ns for state in states]),
     )

@@ -73,7 +73,7 @@ class FileSet(NamedTuple):
     """F files, each with some of the N rows; only their names are longer than a number."""
 
     folder: str  # of the pattern, without wildcards; the names are relative to it
-    names: np.ndarray  # (F,) bytes, ascending
+    names: np.ndarray  # (F,) bytes, of a pattern ascending
     sizes: np.ndarray  # (F,) int64, bytes
     modified: np.ndarray  # (F,) int64, ns
     starts: np.ndarray  # (F + 1,) int64, first row of each, and N

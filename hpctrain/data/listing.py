@@ -55,6 +55,8 @@ SYSTEM_ENDINGS = (
 )
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # modules that read them
 ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # the second begins an empty archive
+HDF5_START = b"\x89HDF\r\n\x1a\n"
+MATLAB_BYTES = 512  # of the header of MATLAB 7.3, which HDF5 follows
 ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
 
@@ -140,6 +142,15 @@ def is_archive(path: str) -> bool:
     """Whether a file begins as an archive or a compressed file does. Raises OSError."""
     start = read_start(path)
     return start.startswith((*ZIP, *COMPRESSED)) or start[257:262] == b"ustar"
+
+
+def is_hdf5(path: str) -> bool:
+    """Whether a file begins as HDF5 does, also behind the header of MATLAB 7.3. Raises OSError."""
+    descriptor, _ = open_regular(path)
+    try:
+        return HDF5_START in (os.pread(descriptor, 8, 0), os.pread(descriptor, 8, MATLAB_BYTES))
+    finally:
+        os.close(descriptor)
 
 
 def list_archive(path: Path, scratch: IO[bytes]) -> Listing:

@@ -103,7 +103,7 @@ class ExternalOptions(NamedTuple):
     """
 
     images: str  # path of a dataset; may contain "{split}": then each split has its own
-    labels: str
+    labels: str  # likewise; "" = labels are not read
     layout: str | None = None  # one of LAYOUTS; None = the usual one of so many dimensions;
     # one of ONE_SAMPLE: each file is a sample
     split: str | None = None  # shares as for the packer; None = 0.9,0.1

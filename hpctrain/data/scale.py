@@ -228,14 +228,24 @@ class Scale(NamedTuple):
 
         Raises UsageError as `as_stored` does.
         """
+        dtype = arrays[0].dtype
+        if self.is_full and dtype.name in FULL:
+            return self.divisor_of_type(dtype)
         ranges = [value_range(present_values(values, self.nodata)) for values in arrays]
         lows, highs, are_whole = zip(*ranges, strict=True)
         return self.divisor_for(
-            dtype=arrays[0].dtype.name,
+            dtype=dtype.name,
             low=min(lows),
             high=max(highs),
             is_whole=all(are_whole),
         )
+
+    def divisor_of_type(self, dtype: np.dtype) -> float:
+        """Return what images of a type are divided by if their values can have this scale.
+
+        Raises UsageError if they cannot, whatever the values.
+        """
+        return self.divisor_for(dtype.name, low=0.0, high=0.0, is_whole=True)
 
     def divisor_for(
         self,

@@ -72,9 +72,11 @@ class Split:
         name: str,
         threads: int | None = None,
         verify: bool = True,
+        check_values: bool = True,
     ) -> None:
         """Open a split. JPEG files are decoded by `threads` threads, by default one per usable
-        core, at most 8; without `verify`, checksums are not compared.
+        core, at most 8; without `verify`, checksums are not compared, and without `check_values`,
+        images may have values that are not finite, or no data.
 
         Raises UsageError if a file is missing or not the one that was checked.
         """
@@ -91,6 +93,7 @@ class Split:
         self.divisor = pack.scale.divisor
         self.nodata = pack.scale.nodata
         self.threads = threads
+        self._checks_values = check_values
         self._threads: ThreadPoolExecutor | None = None  # decode JPEG files
         self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
         self._is_read_ahead = False  # whether `gather` asks the kernel for images before it reads
@@ -179,7 +182,7 @@ class Split:
             self._images.read_ahead(rows)
         self._read_images(rows, out)
         unusable = self._compare(indices, out)
-        if is_any_new:
+        if is_any_new and self._checks_values:
             for place, why in find_unusable(out, self.divisor, self.nodata).items():
                 unusable[int(indices[place])] = why
             self._seen[[*unusable]] = False  # they are described whenever they are read

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -24,12 +24,13 @@ from hpctrain.config import EvaluateConfig, NetworkConfig, require_trust
 from hpctrain.config.functions import source_files
 from hpctrain.cores import check_threads
 from hpctrain.data.file_set import is_pattern
-from hpctrain.data.pack import UNPACK, ExternalOptions, Pack, is_pack, read_pack
+from hpctrain.data.pack import ExternalOptions, Pack, is_pack, read_pack
 from hpctrain.data.scale import Scale, is_nodata, unit_values
 from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import ImageSource, Inference, find_model, require_split
+from hpctrain.inference.rows import check_nodata, check_units
 from hpctrain.memory import keep_memory
 from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
@@ -240,19 +241,6 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
         return Split(pack, config.split, network.decoders)
 
 
-def check_units(pack: Pack, metadata: Mapping[str, Any]) -> None:
-    """Raise UsageError for an external file whose stored values are of other units than before."""
-    if pack.external is None:
-        return
-    units = pack.provenance["units"]
-    trained = metadata["provenance"].get("units", units)
-    if units != trained:
-        raise UsageError(
-            f"{pack.path} is stored with {units or 'no scale_factor'}, the images of the training"
-            f" with {trained or 'no scale_factor'}: {UNPACK}"
-        )
-
-
 def say_share(pack: Pack, split: str) -> None:
     """Print a line on how many images of an external file a split has, if splits were drawn."""
     if pack.external is None or "{split}" in pack.external["images"]:
@@ -260,7 +248,7 @@ def say_share(pack: Pack, split: str) -> None:
     total = sum(info.samples for info in pack.splits.values())
     say(
         f"{pack.path}: {pack.splits[split].samples:,} of {total:,} images are its split {split},"
-        " drawn as in the training; hp.load(RUN).predict takes all as arrays",
+        " drawn as in the training; predict RUN FILES takes all",
         sys.stderr,
     )
 
@@ -303,18 +291,6 @@ def range_of(pack: Pack) -> tuple[float, float]:
     if statistics is None or not statistics.count.any():
         return pack.scale.low, pack.scale.high
     return float(statistics.low.min()), float(statistics.high.max())
-
-
-def check_nodata(pack: Pack, scale: Scale) -> None:
-    """Raise UsageError if another value than the network's is no data in a pack."""
-    nodata = pack.scale.nodata
-    if nodata is None:
-        return
-    if scale.nodata is None or not np.array_equal(nodata, scale.nodata, equal_nan=True):
-        raise UsageError(
-            f"{pack.path} holds {pack.scale}, and the training was on {scale}: give data with the"
-            " same nodata value"
-        )
 
 
 def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:

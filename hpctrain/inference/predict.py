@@ -1,4 +1,4 @@
-"""Classify image files, or a split of a pack, into one CSV.
+"""Classify image files, rows of HDF5 files, or a split of a pack, into one CSV.
 
     mpirun -n 4 python -m hpctrain predict RUN photos/ --output answers.csv
 
@@ -24,11 +24,12 @@ from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
 from hpctrain.inference.evaluate import draw_answers, open_network, open_split, picture_path
+from hpctrain.inference.rows import Dataset
 from hpctrain.inference.trained import (
     PICTURE_CHANNELS,
     Images,
     TrainedNetwork,
-    list_images,
+    list_files,
     refuse_unusable,
     say_losses,
     say_range,
@@ -46,18 +47,26 @@ def main(config: PredictConfig, comm: Comm) -> int:
     started("reading the network")
     with open_network(config, comm) as network:
         task = network.inference.task
-        if task.gives_images and (config.figure or not config.images):
+        if task.gives_images and (config.figure or not config.files):
             raise agreed(
-                UsageError(
-                    f"this network {task.facts.use}: name image files, and leave out --figure"
-                )
+                UsageError(f"this network {task.facts.use}: name files, and leave out --figure")
             )
-        if config.images:
+        if config.files:
+            ignored = config.given("--data") or config.given("--split")
+            if ignored:
+                raise agreed(
+                    UsageError(
+                        f"{ignored} beside files: leave it out, or the files; all are predicted"
+                    )
+                )
             warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-            files = on_root(comm, list_images, config.images)
-            images = Images(network, files, network.decoders)
+            dataset = Dataset(config.images, config.layout)
+            files = on_root(comm, list_files, network, config.files, dataset)
+            with on_all(comm):
+                images = Images(network, files, network.decoders)
             write_answers = write_images if task.gives_images else write_table
-            write_answers(network, images, config, comm)
+            with closing(images):
+                write_answers(network, images, config, comm)
         else:
             with open_split(network, config, comm) as split:
                 write_table(network, split, config, comm)
@@ -76,9 +85,11 @@ def write_table(
     drawn = random.Random(0).sample(range(total), min(config.figure, total))
     bad = Bad()
     captions = list[Caption]()
-    names: dict[str, Callable[[int], str]] = {"file": source.source_of}  # columns of an image
     target: list[str] = []
-    if isinstance(source, Split):
+    names: dict[str, Callable[[int], str]]  # columns of an image
+    if isinstance(source, Images):
+        names = source.columns
+    else:
         names = {"row": str}
         if source.source_of(0):
             names["source"] = source.source_of
@@ -144,12 +155,17 @@ def write_images(
 ) -> None:
     """Restore every image with the network, and write files of them to --output. Collective.
 
-    They have the names of the images, all behind their numbers if two are the same, and values as
-    stored for the training, also those that are no data: PNG files where PNG can hold these, else
-    .npy files (H, W, C).
+    They have the names of the images, as new-5 for row 5 of new.h5, all behind their numbers if two
+    are the same, and values as stored for the training, also those that are no data: PNG files
+    where PNG can hold these, else .npy files (H, W, C).
     """
     folder = Path("restored" if config.output == PredictConfig.output else config.output)
-    stems = [Path(file).stem for file in images.names]
+    names = images.columns
+    places = [names[name] for name in ("split", "row") if name in names]
+    stems = [
+        "-".join([Path(names["file"](row)).stem, *(place(row) for place in places)])
+        for row in range(len(images))
+    ]
     if len({*stems}) < len(stems):
         stems = [f"{number:06}-{stem}" for number, stem in enumerate(stems)]
     inference = network.inference

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 
 from hpctrain.cluster import launched_local_rank
 from hpctrain.config import Config, from_table, require_trust
+from hpctrain.data.file_set import is_pattern
 from hpctrain.data.formats import open_image, states_white
 from hpctrain.data.images import (
     LOSSES,
@@ -27,7 +31,7 @@ from hpctrain.data.images import (
     decode_threads,
     few_gray_levels,
 )
-from hpctrain.data.listing import is_archive, list_folder
+from hpctrain.data.listing import is_archive, is_hdf5, list_folder
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.scale import FULL, Scale, present_values, unit_values
 from hpctrain.data.slices import read_file
@@ -35,6 +39,7 @@ from hpctrain.data.split import Bad
 from hpctrain.data.values import decode_reduced, decode_stored, is_npy, load_array
 from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
+from hpctrain.inference.rows import Dataset, Part, Rows, list_parts
 from hpctrain.models import build, input_like, load_weights, read_model
 from hpctrain.models.init import normalization_of
 from hpctrain.models.memory_format import move_model
@@ -191,16 +196,17 @@ class TrainedNetwork:
         """Return images as the input of `model`, (N, C, H, W) on its device.
 
         They are resized as for the pack of the training, and scaled as in the training. `images`
-        are files or folders, or an array (N, H, W, C) of uint8, (N, H, W) of gray images, one image
-        (H, W, C) or (H, W), an image of Pillow, or a list of images of any sizes. Arrays of other
-        types must have the network's size: stored values of the training, or floats in [0, 1].
+        are files, folders, patterns or HDF5 files of images, or an array (N, H, W, C) of uint8,
+        (N, H, W) of gray images, one image (H, W, C) or (H, W), an image of Pillow, or a list of
+        images of any sizes. Arrays of other types must have the network's size: stored values of
+        the training, or floats in [0, 1].
         Raises UsageError if their scale is another or cannot be known, and RunError for files that
         cannot be used.
         """
-        opened = open_images(self, images)
         bad = Bad()
-        pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
-        opened.gather(np.arange(len(opened)), pixels, bad=bad)
+        with closing(open_images(self, images)) as opened:
+            pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
+            opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
         say_range(opened, self.scale, *opened.limits)
         say_losses(opened, opened.count_losses())
@@ -220,10 +226,10 @@ class TrainedNetwork:
             raise UsageError(f"this network {task.facts.use}: call model(preprocess(images))")
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size {batch_size}: give 1 or more")
-        opened = open_images(self, images)
         inference = self.inference._replace(rows=batch_size or self.inference.rows)
         smaller = explain_errors(RunError, "a smaller batch_size needs less")
-        with torch_flags(inference.task.precision, benchmark=False), smaller:
+        flags = torch_flags(inference.task.precision, benchmark=False)
+        with closing(open_images(self, images)) as opened, flags, smaller:
             blocks = range(inference.blocks(len(opened)))
             answered = list(inference.answers(opened, blocks))
         bad = Bad()
@@ -233,23 +239,23 @@ class TrainedNetwork:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
         say_range(opened, self.scale, *opened.limits)
         say_losses(opened, opened.count_losses())
-        rows = np.array([row for block, _ in answered for row in block.rows], np.int64)
-        column = {"row": rows}
-        if opened.are_files:
-            column = {"file": np.array([opened.names[row] for row in rows], str)}
+        rows = [row for block, _ in answered for row in block.rows.tolist()]
+        columns = {name: np.array([*map(text, rows)], str) for name, text in opened.columns.items()}
+        if "row" in columns:
+            columns["row"] = columns["row"].astype(np.int64)
         none = np.empty((0, task.outputs(len(self.classes))), np.float32)
         numbers = np.concatenate([none, *(answers for _, answers in answered)])
-        unusable = {opened.names[row]: bad[row] for row in sorted(bad)}
-        return Predictions(column | task.table(numbers), numbers, unusable)
+        unusable = {opened.source_of(row): bad[row] for row in sorted(bad)}
+        return Predictions(columns | task.table(numbers), numbers, unusable)
 
 
 class Predictions(dict[str, np.ndarray]):
     """Answers to images: columns of equal length by name, which pandas.DataFrame takes as they are.
 
-    ``file`` or ``row`` names the image, ``prediction`` is the name of its most probable class,
-    ``label`` that class as a number, ``probability`` its probability. Then each class has a column
-    with its probability. ``probabilities`` holds these together, (N, K) float32, and ``unusable``
-    the reason for each image that was left out, by its name.
+    ``file`` or ``row``, or of HDF5 files both, name the image, ``prediction`` is the name of its
+    most probable class, ``label`` that class as a number, ``probability`` its probability. Then
+    each class has a column with its probability. ``probabilities`` holds these together, (N, K)
+    float32, and ``unusable`` the reason for each image that was left out, by its name.
     """
 
     def __init__(
@@ -278,46 +284,68 @@ class Images:
     def __init__(
         self,
         network: TrainedNetwork,
-        images: Sequence[Path | Image.Image | np.ndarray],
+        images: Sequence[Path | Image.Image | np.ndarray | Part],
         threads: int | None = None,
     ) -> None:
-        """Take paths, or arrays of `as_array` and images of Pillow. Raises UsageError.
+        """Take what `list_files` returns, or arrays of `as_array` and images of Pillow. Raises
+        UsageError.
 
         Files are decoded by `threads` threads, by default as those of a `Split`.
         """
         self._threads = threads
         self.image_shape = network.image_shape
-        self._images = images
+        self._rows: Rows | None = None
+        parts = [part for part in images if isinstance(part, Part)]
+        if parts:
+            self._rows = Rows(parts, threads)
+        self._images = [image for image in images if not isinstance(image, Part)]
+        count = len(self)
         self._scale = network.scale
         self._fit = fit_of(network)
         arrays = [
             image
-            for image in images
+            for image in self._images
             if isinstance(image, np.ndarray) and image.shape == self.image_shape
         ]
-        self._are_stored = len(arrays) == len(images) > 0  # as arrays of one type
+        self._are_stored = len(arrays) == len(self._images)  # as arrays, or rows, of one type
         self.dtype = self._scale.file_type
         self.divisor = self._scale.divisor
-        if self._are_stored:
+        if self._rows is not None:
+            self.dtype = self._scale.array_type(self._rows.dtype)
+            self.divisor = self._scale.divisor_of_type(self._rows.dtype)
+        elif arrays and self._are_stored:
             self.dtype = self._scale.array_type(arrays[0].dtype)
             self.divisor = self._scale.divisor_of(arrays)
-        self.are_files = any(isinstance(image, Path) for image in images)
-        self._kinds = np.zeros(len(images), np.uint32)  # bits of Change, once images are read
-        self._lows = np.zeros(len(images), np.float32)  # smallest values, in the network's scale
-        self._highs = np.zeros(len(images), np.float32)
+        self.are_files = any(isinstance(image, Path) for image in self._images)
+        self._kinds = np.zeros(count, np.uint32)  # bits of Change, once images are read
+        self._lows = np.zeros(count, np.float32)  # smallest values, in the network's scale
+        self._highs = np.zeros(count, np.float32)
         self._had_16_bits = (  # in `pack`, which has compared their values
             Change.SIXTEEN_BITS.name.lower() in network.metadata["provenance"].get("changed", {})
         )
-        self.names = [f"image {number}" for number in range(len(images))]
-        if self.are_files:
-            self.names = list(map(str, images))
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._images) if self._rows is None else len(self._rows)
 
     def source_of(self, index: int) -> str:
-        """Return the name of the file, or the number of the image."""
-        return self.names[index]
+        """Return the name of the file, that of the row, or the number of the image."""
+        if self._rows is not None:
+            return self._rows.name_of(index)
+        if self.are_files:
+            return str(self._images[index])
+        return f"image {index}"
+
+    @property
+    def columns(self) -> dict[str, Callable[[int], str]]:
+        """What a table says of an image, by the name of the column."""
+        if self._rows is not None:
+            return self._rows.columns()
+        return {"file": self.source_of} if self.are_files else {"row": str}
+
+    def close(self) -> None:
+        """Close the HDF5 files."""
+        if self._rows is not None:
+            self._rows.close()
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -339,29 +367,36 @@ class Images:
     def gather(self, indices: np.ndarray, out: np.ndarray, *, bad: Bad) -> None:
         """Read rows (n,) in several threads into `out` (n, H, W, C); describe unusable ones."""
         nodata = self._scale.nodata
+        images: Iterable[Path | Image.Image | np.ndarray]
+        if self._rows is not None:
+            images = self._rows.read(indices, bad)
+        else:
+            images = [self._images[row] for row in indices.tolist()]
 
-        def read(image: np.ndarray, row: int) -> None:
+        def read(image: np.ndarray, row: int, given: Path | Image.Image | np.ndarray) -> None:
+            if row in bad:
+                return
             try:
-                values, changes = self._read(self._images[row])
+                values, changes = self._read(given)
             except (BadImage, OSError) as error:
-                bad[row] = f"{self.names[row]} cannot be read as an image: {error}"
+                bad[row] = f"{self.source_of(row)} cannot be read as an image: {error}"
             except UsageError as error:
-                bad[row] = f"{self.names[row]}: {error}"
+                bad[row] = f"{self.source_of(row)}: {error}"
             else:
                 with np.errstate(over="ignore", invalid="ignore"):
                     image[:] = values
                 self._kinds[row] = changes.kinds
                 unit = unit_values(present_values(image, nodata), self.divisor)
                 if not unit.size:
-                    bad[row] = f"{self.names[row]} holds no data, only {nodata:g}"
+                    bad[row] = f"{self.source_of(row)} holds no data, only {nodata:g}"
                 elif not (is_finite(present_values(values, nodata)) and is_finite(unit)):
-                    bad[row] = f"{self.names[row]} holds NaN or infinite values"
+                    bad[row] = f"{self.source_of(row)} holds NaN or infinite values"
                 elif not self._scale.is_bytes:
                     self._lows[row] = unit.min()
                     self._highs[row] = unit.max()
 
         with decode_threads(self._threads) as threads:
-            list(threads.map(read, out, indices.tolist()))
+            list(threads.map(read, out, indices.tolist(), images))
 
     def _read(self, image: Path | Image.Image | np.ndarray) -> tuple[np.ndarray, Changes]:
         """Return the stored values (H, W, C) of an image, and what was changed in it.
@@ -369,6 +404,8 @@ class Images:
         Raises BadImage, OSError, and UsageError if its scale cannot be known.
         """
         if self._are_stored and isinstance(image, np.ndarray):
+            if self._rows is not None:  # of arrays, all have been compared
+                self._scale.divisor_of([image])
             return image, Changes()
         values, changes = self._decode(image)
         if not self._scale.is_bytes:
@@ -473,12 +510,32 @@ def open_images(network: TrainedNetwork, images: Any) -> Images:
     if any(are_files):
         if not all(are_files):
             raise UsageError("files among arrays: give files only, or arrays only")
-        return Images(network, list_images(images))
+        return Images(network, list_files(network, images, Dataset()))
     arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in images]
     types = {getattr(array, "dtype", np.dtype(np.uint8)) for array in arrays}
     if len(types) > 1:
         raise UsageError(f"images of several types: {listed(sorted(map(str, types)))}")
     return Images(network, arrays)
+
+
+def list_files(
+    network: TrainedNetwork, targets: Sequence[str | os.PathLike[str]], dataset: Dataset
+) -> list[Path] | list[Part]:
+    """List image files as `list_images` does, or open HDF5 files. Raises UsageError."""
+    files = list_images(targets)
+    with decode_threads() as threads:
+        are_hdf5 = list(threads.map(_begins_as_hdf5, files))
+    if not any(are_hdf5):
+        if dataset != Dataset():
+            raise UsageError("--images and --layout are of HDF5 files, and these are none")
+        return files
+    if not all(are_hdf5):
+        one = files[are_hdf5.index(True)]
+        other = files[are_hdf5.index(False)]
+        raise UsageError(
+            f"{one} is an HDF5 file, and {other} is not: predict them one after the other"
+        )
+    return list_parts([*map(str, files)], network.metadata, dataset)
 
 
 def is_batch(array: np.ndarray, image_shape: tuple[int, int, int]) -> bool:
@@ -538,7 +595,7 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
     Notes on what is left out of a folder are printed on standard error.
     """
     files: list[Path] = []
-    for target in map(Path, targets):
+    for target in chain.from_iterable(map(match_pattern, targets)):
         if target.is_dir():
             listing = list_folder(os.fspath(target))
             listing.note_hidden()
@@ -558,10 +615,31 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return files
 
 
+def match_pattern(target: str | os.PathLike[str]) -> list[Path]:
+    """Return the files that match a pattern, in the order of their names, or the path that it is.
+
+    Raises UsageError if no file matches.
+    """
+    if not is_pattern(target):
+        return [Path(target)]
+    names = sorted(glob.glob(os.fspath(target), recursive=True))
+    if not names:
+        raise UsageError(f"{target}: no file matches")
+    return [*map(Path, names)]
+
+
 def _begins_as_archive(path: Path) -> bool:
+    return _begins(is_archive, path)
+
+
+def _begins_as_hdf5(path: Path) -> bool:
+    return _begins(is_hdf5, path)
+
+
+def _begins(is_such: Callable[[str], bool], path: Path) -> bool:
     try:
-        return is_archive(os.fspath(path))
-    except OSError:  # it is unusable, which reading it says
+        return is_such(os.fspath(path))
+    except (BadImage, OSError):  # it is unusable, which reading it says
         return False
 
 

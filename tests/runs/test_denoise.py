@@ -123,6 +123,11 @@ def test_restored_images_have_no_data_where_the_given_ones_have_none(tmp_path, n
     restored = np.load(tmp_path / "clean/5.npy")
     is_missing = np.isnan(restored) if np.isnan(nodata) else restored == nodata
     assert np.argwhere(is_missing).tolist() == [[2, 3, 1], [2, 4, 1]]
+    ended = command(1, "predict", run, path, "--output", tmp_path / "rows")
+    assert ended.code == 0, ended.err
+    assert len([*(tmp_path / "rows").iterdir()]) == 64
+    of_row = np.load(tmp_path / "rows/a-5.npy")
+    assert np.allclose(of_row, restored, rtol=0, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

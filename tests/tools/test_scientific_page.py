@@ -181,9 +181,17 @@ def test_satellite_images_and_predicting(folder):
         with h5py.File(f"scenes/scene{number}.h5", "w") as file:
             file.create_dataset("x", data=images.astype("i2"), chunks=(3, 13, 32, 32))
             file["y"] = names[classes]
+        if number < 2:
+            Path("new_scenes").mkdir(exist_ok=True)
+            with h5py.File(f"new_scenes/{number}.h5", "w") as file:
+                file["x"] = images.astype("i2")
     run_section("Satellite images")
     check_learned("land", 3)
     assert Path("land.png").is_file()
+    answers = rows_of("new_land.csv")
+    assert [row["row"] for row in answers] == [*map(str, range(18))] * 2
+    right = [row["prediction"] == names[int(row["row"]) % 3] for row in answers]
+    assert np.mean(right) > 1 / 3 + MARGIN
     rows = rows_of("land.csv")[:8]
     for number, row in enumerate(rows):
         path, sample = re.fullmatch(r"(.*\.h5):/x\[(\d+)\]", row["source"]).groups()
@@ -209,7 +217,10 @@ def test_satellite_images_and_predicting(folder):
     write_dicom(folder)
     run_section("DICOM")
     (printed, _) = run_section("Predicting")
-    of_arrays, of_file, of_scans = [line for line in printed.out.splitlines() if "[" in line]
+    of_arrays, of_rows, of_file, of_scans = [
+        line for line in printed.out.splitlines() if "[" in line
+    ]
+    assert of_rows == of_arrays
     assert of_file.strip("[]'") == of_arrays.strip("[]").split()[0].strip("'")
     assert re.findall("[A-Z]+", of_scans) == ["CT", "MR"]
     assert rows_of("patch.csv")[0]["prediction"] in of_file
@@ -229,7 +240,10 @@ def test_climate_fields(folder):
             file["t2m"] = fields.astype("f4")
             file["z500"] = (5000 + 3 * fields).astype("f4")
             file["heatwave"] = events
+    with h5py.File("this_year.nc", "w") as file:
+        file["t2m"] = fields.astype("f4")
     run_section("Climate fields")
+    assert len(rows_of("days.csv")) == 24
     check_learned("heat")
     check_learned("fields")
     with h5py.File("fields.h5") as file, h5py.File("years/1998.nc") as year:

@@ -1,0 +1,261 @@
+"""`predict RUN new.h5` and `hp.load(RUN).predict("new.h5")`: every row of HDF5 files, in order.
+
+The answers are those of arrays and of splits. Files need no labels, and no splits.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import hpctrain as hp
+from tests.support.api import command_line
+from tests.support.external import write
+from tests.support.ranks import command
+from tests.tools.test_one_answer import SIDE, train
+
+NODATA = -9999
+SETTINGS = {"images": "x", "labels": "y", "layout": "NCHW", "nodata": NODATA}
+SETTINGS |= {"normalize": "pack", "split": "0.5,0.5", "batch_size": 8, "lr": 1e-3}
+
+
+def scenes(count, seed, dtype="i2"):
+    """Images (N, C, H, W) of five bands, each with some values that are no data."""
+    images = np.random.default_rng(seed).integers(-100, 4000, (count, 5, SIDE, SIDE))
+    images[:, :, 0, : 1 + seed % 3] = NODATA
+    return images.astype(dtype)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A network of a set of two files."""
+    folder = tmp_path_factory.mktemp("rows")
+    for number in range(2):
+        write(folder / f"scene{number}.h5", scenes(12, number), np.arange(12) % 2)
+    return train(folder, folder / "scene*.h5", **SETTINGS)
+
+
+def predict(run, *words, output="answers.csv"):
+    """The exit code of `predict`, and its table."""
+    path = Path(run).parent / output
+    given = ["predict", str(run), *map(str, words), "--trust-code", "--threads=1"]
+    code = command_line([*given, f"--output={path}"])
+    with open(path, newline="") as file:
+        return code, list(csv.DictReader(file))
+
+
+def probabilities(answers):
+    return np.array([[row["0"], row["1"]] for row in answers], float)
+
+
+def expected(run, images):
+    """The answers to images (N, C, H, W) as arrays."""
+    network = hp.load(run, trust_code=True)
+    return network.predict(images.transpose(0, 2, 3, 1)).probabilities
+
+
+def write_new(path, images, name="x", **storage):
+    """A file without labels."""
+    with h5py.File(path, "w") as file:
+        file.create_dataset(name, data=images, **storage)
+    return path
+
+
+def test_all_rows_have_the_answers_of_arrays_and_of_splits(trained, tmp_path, capfd):
+    images = [scenes(9, 2), scenes(4, 3, ">i2"), scenes(7, 4)]
+    plain = write_new(tmp_path / "b.h5", images[0])
+    big_endian = write_new(tmp_path / "a.nc", images[1])
+    chunked = write_new(tmp_path / "c.h5", images[2], chunks=(3, 5, SIDE, 4), compression="gzip")
+    code, answers = predict(trained, plain, "--figure", "3")
+    assert code == 0 and [row["row"] for row in answers] == [str(n) for n in range(9)]
+    assert {row["file"] for row in answers} == {str(plain)}
+    assert np.allclose(probabilities(answers), expected(trained, images[0]), rtol=0, atol=1e-6)
+    assert (trained.parent / "answers.png").stat().st_size > 0
+
+    of_two = expected(trained, np.concatenate([images[0], images[2]]))
+    code, answers = predict(trained, plain, chunked)
+    assert code == 0 and np.allclose(probabilities(answers), of_two, rtol=0, atol=1e-6)
+    assert [(row["file"], row["row"]) for row in answers][8:11] == [
+        (str(plain), "8"),
+        (str(chunked), "0"),
+        (str(chunked), "1"),
+    ]
+    _, by_pattern = predict(trained, tmp_path / "[bc].h5")
+    assert by_pattern == answers
+    _, of_others = predict(trained, big_endian)
+    assert np.allclose(probabilities(of_others), expected(trained, images[1]), rtol=0, atol=1e-6)
+
+    columns = hp.load(trained, trust_code=True).predict([plain, chunked])
+    assert columns["row"].dtype == np.int64 and [*columns["row"][8:11]] == [8, 0, 1]
+    assert [*columns["file"]] == [row["file"] for row in answers]
+    assert np.allclose(columns.probabilities, of_two, rtol=0, atol=1e-6)
+
+    _, all_rows = predict(trained, trained.parent / "scene*.h5")
+    answer_of = {f"{Path(row['file']).name}:/x[{row['row']}]": row for row in all_rows}
+    _, of_split = predict(trained)
+    assert len(all_rows) == 24 and 0 < len(of_split) < 24
+    for row in of_split:
+        same = answer_of[re.search("[^/]*:/x.*", row["source"])[0]]
+        assert [same[name] for name in "01"] == [row[name] for name in "01"]
+
+
+def test_the_table_has_the_same_bytes_on_any_number_of_ranks(trained, tmp_path):
+    images = scenes(23, 5)
+    images[[4, 20]] = NODATA
+    new = write_new(tmp_path / "new.h5", images, chunks=(4, 5, SIDE, SIDE))
+    other = write_new(tmp_path / "other.h5", scenes(8, 6))
+    tables = []
+    for ranks in (1, 3):
+        output = tmp_path / f"{ranks}.csv"
+        words = [trained, new, other, "--trust-code", "--skip-bad", "--batch-size=3"]
+        ended = command(ranks, "predict", *words, "--threads=1", f"--output={output}")
+        assert ended.code == 0 and "2 of 31 images" in ended.err
+        tables.append(output.read_bytes())
+    assert tables[0] == tables[1] and len(tables[0].splitlines()) == 1 + 31 - 2
+
+
+def test_rows_that_cannot_be_used_are_named(trained, tmp_path, capfd):
+    images = scenes(8, 7, "f4")
+    images[1] = NODATA
+    images[3, 2, 5, 5] = np.nan
+    images[5] *= 20
+    images[6] = images[6] / 8
+    new = write_new(tmp_path / "new.h5", images, "/deep/x")
+    code, answers = predict(trained, new, "--images", "deep/x")
+    assert code == 1 and [row["row"] for row in answers] == ["0", "2", "4", "7"]
+    lines = capfd.readouterr().err
+    assert "4 of 8 images" in lines
+    for row, why in ((1, " holds no data, only -9999"), (3, " holds NaN"), (5, ": values from")):
+        assert f"{new}:/deep/x[{row}]{why}" in lines
+    assert f"{new}:/deep/x[6]: float32 values that are not whole" in lines
+    code, skipped = predict(trained, new, "--images", "deep/x", "--skip-bad")
+    assert code == 0 and skipped == answers
+
+
+def test_a_chunk_that_cannot_be_read_leaves_out_its_rows(trained, tmp_path, capfd):
+    new = write_new(tmp_path / "new.h5", scenes(6, 8), chunks=(2, 5, SIDE, SIDE), fletcher32=True)
+    with h5py.File(new) as file:
+        place = file["x"].id.get_chunk_info(1).byte_offset
+    data = bytearray(new.read_bytes())
+    data[place] ^= 1
+    new.write_bytes(data)
+    code, answers = predict(trained, new)
+    assert code == 1 and [row["row"] for row in answers] == ["0", "1", "4", "5"]
+    assert "row 2 of /x cannot be read" in capfd.readouterr().err
+
+
+REFUSED = {
+    "bands": (
+        scenes(3, 1)[:, :4],
+        [],
+        r"\(8, 8, 4\) \(H, W, C\), read as NCHW, and .* \(8, 8, 5\)",
+    ),
+    "size": (scenes(3, 1)[..., :7], [], r"\(8, 7, 5\) .* takes \(8, 8, 5\)"),
+    "layout": (scenes(3, 1), ["--layout=NHWC"], r"\(5, 8, 8\) \(H, W, C\), read as NHWC"),
+    "axes": (scenes(3, 1)[:, 0], [], "which is not NCHW: say --layout"),
+    "type": (scenes(3, 1).astype("u1"), [], "new.h5: .*uint8"),
+    "name": (scenes(3, 1), ["--images=z"], "there is no dataset 'z'; it holds x"),
+    "units": (
+        scenes(3, 1),
+        [],
+        "new.h5 is stored with scale_factor 0.5, the images of the training",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_unlike_the_training_is_refused_in_one_line(trained, tmp_path, capfd, name):
+    images, words, text = REFUSED[name]
+    with h5py.File(write_new(tmp_path / "new.h5", images), "r+") as file:
+        if name == "units":
+            file["x"].attrs["scale_factor"] = 0.5
+    output = tmp_path / "answers.csv"
+    given = ["predict", str(trained), str(tmp_path / "new.h5"), *words, "--trust-code"]
+    assert command_line([*given, f"--output={output}"]) == 2
+    (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("hpctrain: ")]
+    assert re.search(text, line)
+    assert not output.exists()
+
+
+def test_a_pack_is_read_with_all_its_splits(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (30, SIDE, SIDE, 3)).astype("u1")
+    labels = np.arange(30) % 2
+    splits = {"train": (images[:12], labels[:12]), "autumn": (images[12:], labels[12:])}
+    hp.write_pack(tmp_path / "seasons.h5", splits, ["0", "1"])
+    run = train(tmp_path, tmp_path / "seasons.h5", batch_size=4)
+    new = tmp_path / "new.h5"
+    hp.write_pack(new, {"train": (images[5:9], labels[:4]), "odd": (images[:3], labels[:3])}, "ab")
+    code, answers = predict(run, tmp_path / "seasons.h5", new)
+    assert code == 0 and [*answers[0]][:3] == ["file", "split", "row"]
+    places = [(Path(row["file"]).name, row["split"], int(row["row"])) for row in answers]
+    assert places[:13] == [("seasons.h5", "train", n) for n in range(12)] + [
+        ("seasons.h5", "autumn", 0)
+    ]
+    assert places[-7:] == [("new.h5", "train", n) for n in range(4)] + [
+        ("new.h5", "odd", n) for n in range(3)
+    ]
+    given = np.concatenate([images, images[5:9], images[:3]])
+    of_arrays = hp.load(run, trust_code=True).predict(given).probabilities
+    assert np.allclose(probabilities(answers), of_arrays, rtol=0, atol=1e-6)
+    _, of_split = predict(run, "--split", "autumn")
+    assert np.array_equal(probabilities(of_split), probabilities(answers)[12:30])
+
+    other = write_new(tmp_path / "other.h5", images[:4], "z")
+    assert command_line(["predict", str(run), str(other), "--trust-code"]) == 2
+    code, answers = predict(run, new, other, "--images", "z")
+    assert code == 0 and np.array_equal(
+        probabilities(answers)[-4:], probabilities(predict(run, tmp_path / "seasons.h5")[1])[:4]
+    )
+    assert [row["split"] for row in answers[-5:]] == ["odd", "", "", "", ""]
+    matlab = write_as_matlab(tmp_path / "new.mat", images[:4].transpose(0, 3, 2, 1))
+    _, of_matlab = predict(run, matlab, "--images", "z", "--layout", "NCWH")
+    assert np.array_equal(probabilities(of_matlab), probabilities(answers)[-4:])
+
+
+def write_as_matlab(path, images):
+    """A file as MATLAB 7.3 writes it: HDF5 after a header of 512 bytes."""
+    with h5py.File(path, "w", userblock_size=512) as file:
+        file["z"] = images
+    with open(path, "r+b") as file:
+        file.write(b"MATLAB 7.3 MAT-file".ljust(512))
+    return path
+
+
+def test_files_that_are_one_image_each_and_rows_of_other_files(trained, tmp_path):
+    images = scenes(6, 9)
+    of_rows = expected(trained, images)
+    paths = [write_new(tmp_path / f"{n}.h5", image) for n, image in enumerate(images)]
+    code, answers = predict(trained, *paths[::-1], "--layout", "CHW")
+    assert code == 0 and [row["file"] for row in answers] == [str(path) for path in paths[::-1]]
+    assert np.allclose(probabilities(answers), of_rows[::-1], rtol=0, atol=1e-6)
+    layout = h5py.VirtualLayout((6, *images.shape[1:]), images.dtype)
+    for number, path in enumerate(paths):
+        layout[number] = h5py.VirtualSource(path, "x", images.shape[1:])
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    _, answers = predict(trained, tmp_path / "all.h5")
+    assert np.allclose(probabilities(answers), of_rows, rtol=0, atol=1e-6)
+
+
+def test_what_is_no_file_of_rows_is_said(trained, tmp_path, capfd):
+    np.save(tmp_path / "image.npy", scenes(1, 1)[0].transpose(1, 2, 0))
+    new = write_new(tmp_path / "new.h5", scenes(3, 1))
+    for words, text in (
+        ([new, tmp_path / "image.npy"], "new.h5 is an HDF5 file, and .*image.npy is not"),
+        ([tmp_path / "image.npy", "--images=x"], "--images and --layout are of HDF5 files"),
+        ([tmp_path / "*.hdf"], "no file matches"),
+        (["--images=x"], "--images x needs files"),
+        ([new, "--split=train"], "--split train beside files: leave it out"),
+    ):
+        assert command_line(["predict", str(trained), *map(str, words), "--trust-code"]) == 2
+        assert re.search(text, capfd.readouterr().err)
+    network = hp.load(trained, trust_code=True)
+    with pytest.raises(hp.UsageError, match=r"image.npy is not: predict them one after the other"):
+        network.predict([tmp_path / "image.npy", new])
+    _, answers = predict(trained, tmp_path / "*.npy")
+    assert [row["file"] for row in answers] == [str(tmp_path / "image.npy")]
