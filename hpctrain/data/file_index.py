@@ -1,8 +1,10 @@
 """The index of a set of HDF5 files: what each of them holds, kept in --cache-dir.
 
 To open thousands of files takes long. So what was read from a file is kept, with its size and the
-time of its last modification, and only files that have others by now are read again. The index is a
-.npz file, made of what it holds alone: one that is missing, damaged or outdated is made anew.
+times of its last modification and change, and only files that have others by now are read again.
+(Programs may set the first time, as `cp -p` does. The second is that of stat(2), st_ctime.) The
+index is a .npz file, made of what it holds alone: one that is missing, damaged or outdated is made
+anew.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import os
 import stat
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +33,9 @@ from hpctrain.watchdog import doing
 VERSION = 2  # part of the name of an index
 THREADS = 16  # that ask for the sizes of files: each request may take a network file system 1 ms
 FILES_AT_A_TIME = 64
-SETTLED = 2_000_000_000  # ns after which another modification has another time
+SETTLED = 2_000_000_000  # ns after which another change has another time
+IDENTIFYING = ("names", "sizes", "modified", "changed")  # columns that tell whether to read again
+UNKNOWN = -1  # time of a change after which there may have been another
 
 
 class FileFormat(NamedTuple):
@@ -72,6 +76,7 @@ class MatchingFiles(NamedTuple):
     names: np.ndarray  # (F,) bytes, relative to the folder; of a pattern, sorted as texts
     sizes: np.ndarray  # (F,) int64, bytes
     modified: np.ndarray  # (F,) int64, ns
+    changed: np.ndarray  # (F,) int64, ns
 
 
 class Index(NamedTuple):
@@ -80,7 +85,8 @@ class Index(NamedTuple):
     format: FileFormat
     names: np.ndarray  # (F,) bytes
     sizes: np.ndarray  # (F,) int64, bytes
-    modified: np.ndarray  # (F,) int64, ns; 0 = not known for certain
+    modified: np.ndarray  # (F,) int64, ns
+    changed: np.ndarray  # (F,) int64, ns, or UNKNOWN
     rows: np.ndarray  # (F,) int64
     offsets: np.ndarray  # (F,) int64
     chunk_rows: np.ndarray  # (F,) int64
@@ -146,8 +152,9 @@ def index_files(
     if path is None:
         return index, ""
     is_settled = np.abs(began - matching.modified) > SETTLED
+    is_settled &= np.abs(began - matching.changed) > SETTLED
     try:
-        write_index(path, index._replace(modified=np.where(is_settled, matching.modified, 0)))
+        write_index(path, index._replace(changed=np.where(is_settled, matching.changed, UNKNOWN)))
     except OSError as error:
         return index, (
             f"the index of {counted(len(matching.names), 'file')} cannot be kept as {path}"
@@ -183,22 +190,24 @@ def list_files(pattern: str) -> MatchingFiles:
                 f"{pattern} matches {path}, which is the same file as {other}: leave out the link,"
                 " or its samples would be there twice"
             )
+    return _as_columns(folder, names, states)
+
+
+def match_files(paths: Sequence[str]) -> MatchingFiles:
+    """Return these files, in this order, with their sizes. Raises UsageError."""
+    names = [os.path.relpath(path, os.sep) for path in paths]
+    return _as_columns(os.sep, names, [*map(_status, paths)])
+
+
+def _as_columns(
+    folder: str, names: Sequence[str], states: Sequence[os.stat_result]
+) -> MatchingFiles:
     return MatchingFiles(
         folder=folder,
         names=np.array([os.fsencode(name) for name in names]),
         sizes=np.array([state.st_size for state in states]),
         modified=np.array([state.st_mtime_ns for state in states]),
-    )
-
-
-def match_files(paths: Sequence[str]) -> MatchingFiles:
-    """Return these files, in this order, with their sizes. Raises UsageError."""
-    states = [*map(_status, paths)]
-    return MatchingFiles(
-        folder=os.sep,
-        names=np.array([os.fsencode(os.path.relpath(path, os.sep)) for path in paths]),
-        sizes=np.array([state.st_size for state in states]),
-        modified=np.array([state.st_mtime_ns for state in states]),
+        changed=np.array([state.st_ctime_ns for state in states]),
     )
 
 
@@ -212,9 +221,13 @@ def _status(path: str) -> os.stat_result:
 def _is_current(index: Index, matching: MatchingFiles) -> bool:
     """Whether all files are those of the index, and no others."""
     return all(
-        np.array_equal(getattr(index, column), getattr(matching, column))
-        for column in ("names", "sizes", "modified")
+        np.array_equal(getattr(index, column), getattr(matching, column)) for column in IDENTIFYING
     )
+
+
+def _keys(files: Index | MatchingFiles) -> Iterator[tuple[Any, ...]]:
+    """Yield what identifies the content of each file."""
+    return zip(*(getattr(files, column).tolist() for column in IDENTIFYING), strict=True)
 
 
 def read_changed(
@@ -224,20 +237,13 @@ def read_changed(
 
     Raises UsageError for the first file that cannot be used, with the number of such files.
     """
-    contents_of: dict[tuple[bytes, int, int], FileContent] = {}
+    contents_of: dict[tuple[Any, ...], FileContent] = {}
     if kept is not None:
-        keys = zip(kept.names.tolist(), kept.sizes.tolist(), kept.modified.tolist(), strict=True)
-        contents_of = dict(zip(keys, kept.contents(), strict=True))
+        contents_of = dict(zip(_keys(kept), kept.contents(), strict=True))
     contents: list[FileContent] = []
     problems: list[str] = []
     total = len(matching.names)
-    keys = zip(
-        matching.names.tolist(),
-        matching.sizes.tolist(),
-        matching.modified.tolist(),
-        strict=True,
-    )
-    for number, key in enumerate(keys):
+    for number, key in enumerate(_keys(matching)):
         content = contents_of.get(key)
         if content is None:
             doing(f"reading file {number + 1:,} of {total:,}")
@@ -279,6 +285,7 @@ def join_contents(matching: MatchingFiles, contents: Sequence[FileContent]) -> I
         names=matching.names,
         sizes=matching.sizes,
         modified=matching.modified,
+        changed=matching.changed,
         rows=np.array([content.rows for content in contents]),
         offsets=np.array([content.offset for content in contents]),
         chunk_rows=np.array([content.chunk_rows for content in contents]),

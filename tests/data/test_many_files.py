@@ -13,7 +13,13 @@ import pytest
 
 import hpctrain as hp
 from tests.support import ranks
-from tests.support.api import images_note, make_order, open_few_files, opened_for_index
+from tests.support.api import (
+    images_note,
+    make_order,
+    open_few_files,
+    opened_for_index,
+    settle_at_once,
+)
 from tests.support.external import contents, pixels, read, write
 
 SHAPE, CLASSES = (7, 5, 3), 4
@@ -369,9 +375,9 @@ def names_of(paths):
     return [os.path.basename(path).removesuffix(".h5") for path in paths]
 
 
-def test_only_changed_files_are_read_again(tmp_path, opened):
+def test_only_changed_files_are_read_again(tmp_path, opened, monkeypatch):
     pattern = write_set(tmp_path, labels=np.array([b"ant", b"bee", b"cow", b"dog"])[LABELS])
-    age(tmp_path)
+    settle_at_once(monkeypatch)
     how = {"block_rows": 0, "cache_dir": tmp_path / "cache"}
     first = read(pattern, **how)
     assert names_of(opened) == [f"{number:03}" for number in range(len(ROWS))]
@@ -387,8 +393,25 @@ def test_only_changed_files_are_read_again(tmp_path, opened):
     assert is_equal(third, read(pattern, block_rows=0))
     opened.clear()
     other = read(pattern, max_value=99.0, split="0.5,0.5", **how)
-    assert {*names_of(opened)} <= {"001", "new"}  # whose times are of now
-    assert other.uuid != third.uuid
+    assert opened == [] and other.uuid != third.uuid
+
+
+def test_a_file_that_changes_without_another_size_or_time_is_read_again(
+    tmp_path, opened, monkeypatch
+):
+    """As by `cp -p`: its labels would be those of before."""
+    pattern = write_set(tmp_path)
+    settle_at_once(monkeypatch)
+    how = {"block_rows": 0, "cache_dir": tmp_path / "cache"}
+    first = read(pattern, **how)
+    path = tmp_path / "scans/a/001.h5"
+    before = path.stat()
+    relabel(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    opened.clear()
+    assert read(pattern, **how).uuid != first.uuid
+    assert names_of(opened) == ["001"]
 
 
 def test_a_file_written_a_moment_ago_is_read_again(tmp_path, opened):
@@ -400,9 +423,9 @@ def test_a_file_written_a_moment_ago_is_read_again(tmp_path, opened):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "folder"])
-def test_an_index_that_is_damaged_is_made_anew(tmp_path, opened, damage):
+def test_an_index_that_is_damaged_is_made_anew(tmp_path, opened, damage, monkeypatch):
     pattern = write_set(tmp_path)
-    age(tmp_path)
+    settle_at_once(monkeypatch)
     how = {"block_rows": 0, "cache_dir": tmp_path / "cache"}
     first = read(pattern, **how)
     (index,) = (tmp_path / "cache").iterdir()

@@ -151,14 +151,14 @@ __all__ += ["check_forward", "load_init", "load_weights"]
 __all__ += ["read_model", "save_model"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
-from hpctrain.data import external_files
+from hpctrain.data import external_files, file_index
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops
 from hpctrain.data.pack import ExternalOptions, images_note
 from hpctrain.data.values import decode_stored, read_header
 
 __all__ += ["Augmentation", "ExternalOptions", "add_noise", "draw_crops"]
-__all__ += ["images_note", "open_few_files", "opened_for_index", "read_external"]
+__all__ += ["images_note", "open_few_files", "opened_for_index", "read_external", "settle_at_once"]
 __all__ += ["BadImage", "Fit", "decode", "decode_stored", "names_of_changes", "read_header"]
 
 
@@ -168,6 +168,11 @@ read_external = external_files.open_external
 def open_few_files(patch, most):
     """Let readers of sets have so many files open at a time."""
     patch.setattr("hpctrain.data.file_set.MOST_OPEN", most)
+
+
+def settle_at_once(patch):
+    """Let an index be valid for files that were written a moment ago."""
+    patch.setattr(file_index, "SETTLED", 0)
 
 
 def opened_for_index(patch):
