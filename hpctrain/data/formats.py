@@ -330,12 +330,17 @@ def check_png(data: bytes) -> None:
 
 def check_deflated(tags: Mapping[int, Any], data: bytes) -> None:
     """Raise zlib.error if a strip or tile of a deflated TIFF is damaged, which libtiff ignores."""
-    if tags.get(Tag.Compression) not in DEFLATE or tags.get(Tag.FillOrder) == REVERSED:
+    if not is_deflated(tags):
         return
     offsets = tags.get(Tag.StripOffsets) or tags.get(Tag.TileOffsets, ())
     sizes = tags.get(Tag.StripByteCounts) or tags.get(Tag.TileByteCounts, ())
     for offset, size in zip(offsets, sizes, strict=True):
         zlib.decompress(data[offset : offset + size])
+
+
+def is_deflated(tags: Mapping[int, Any]) -> bool:
+    """Whether the strips or tiles of a TIFF are streams that zlib decompresses."""
+    return tags.get(Tag.Compression) in DEFLATE and tags.get(Tag.FillOrder) != REVERSED
 
 
 def find_scan_end(data: bytes, at: int) -> tuple[int, list[int]]:

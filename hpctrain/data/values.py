@@ -19,6 +19,7 @@ import io
 import math
 import re
 import sys
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from hpctrain.data.formats import (
     has_further_channels,
     has_white_at_zero,
     is_deep,
+    is_deflated,
     load_whole,
     open_image,
     raw_mode,
@@ -67,6 +69,8 @@ MOST_NPY_CHANNELS = 64  # of an array whose first axis is the shortest: else it 
 NPY_START = b"\x93NUMPY"
 ALPHA = 2  # ExtraSamples: colours are not multiplied by alpha
 UPPER_BYTES = re.compile(";16([BLN])$")  # raw modes of which Pillow keeps the upper byte
+NO_PREDICTOR = 1
+HORIZONTAL = 2  # Predictor: each row holds differences
 WIDE_TYPES = ("int16", "float32", "int32", "uint32")
 OPPOSITE = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}
 
@@ -360,22 +364,33 @@ def load_gray(image: Any, data: bytes, dtype: str, changes: Changes) -> tuple[np
 
 
 def read_strips(image: Any, data: bytes, dtype: str) -> np.ndarray | None:
-    """Return the values (H, W, C) of a TIFF that stores them as they are, one after the other.
+    """Return the values (H, W, C) of a TIFF whose strips hold them in order, plain or deflated.
 
-    It is None for others. The result is a view of `data`.
+    It is None for others. The result is a view of `data` if they are plain. Raises zlib.error.
     """
     tags = tiff_tags(image)
     offsets = tags.get(Tag.StripOffsets)
-    is_plain = tags.get(Tag.Compression, 1) == 1 and tags.get(Tag.FillOrder) != REVERSED
-    if not offsets or not is_plain:
+    if not offsets:
         return None
     sizes = tags.get(Tag.StripByteCounts, ())
     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
     shape = tags[Tag.ImageLength], tags[Tag.ImageWidth], tags.get(Tag.SamplesPerPixel, 1)
     stored = np.dtype(dtype).newbyteorder("<" if data.startswith(b"I") else ">")
     size = math.prod(shape) * stored.itemsize
+    predictor = tags.get(Tag.Predictor, NO_PREDICTOR)
+    has_differences = predictor == HORIZONTAL and stored.kind in "iu"
+    if is_deflated(tags) and (has_differences or predictor == NO_PREDICTOR):
+        strips = [zlib.decompress(data[at:end]) for at, end in zip(offsets, ends, strict=True)]
+        content = b"".join(strips)
+        if len(content) != size:
+            return None
+        values = np.frombuffer(content, stored).reshape(shape)
+        if has_differences:  # sums wrap around
+            values = np.add.accumulate(values, axis=1, dtype=dtype)
+        return values
     has_all = ends[-1] - offsets[0] == size and ends[-1] <= len(data)
-    if not has_all or [*offsets[1:]] != ends[:-1]:
+    is_plain = tags.get(Tag.Compression, 1) == 1 and tags.get(Tag.FillOrder) != REVERSED
+    if not is_plain or not has_all or [*offsets[1:]] != ends[:-1]:
         return None
     return np.frombuffer(data, stored, math.prod(shape), offsets[0]).reshape(shape)
 
