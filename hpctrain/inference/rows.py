@@ -69,6 +69,8 @@ def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Datas
                 parts += [Part([path], pack, split) for split in splits]
         else:
             parts.append(open_others([*group], metadata, dataset, scale.nodata))
+    if dataset != Dataset() and all(part.is_pack for part in parts):
+        raise UsageError(f"--images and --layout are not of packs, as {paths[0]}: leave them out")
     for part in parts:
         pack = part.pack
         check_nodata(pack, scale)
@@ -113,9 +115,16 @@ def open_others(
             " array of it"
         )
     pack = open_rows(paths, options)
+    trained = [without_count(note) for note in metadata["provenance"].get("notes", ())]
     for note in pack.provenance["notes"]:
-        say(f"{paths[0]}: {note}", sys.stderr)
+        if without_count(note) not in trained:
+            say(f"{paths[0]}: {note.replace('--nodata', 'train with --nodata')}", sys.stderr)
     return Part(paths, pack, "train")
+
+
+def without_count(note: str) -> str:
+    """Return a note on files without the number of those that it is about."""
+    return note.partition(" (in ")[0]
 
 
 def check_units(pack: Pack, metadata: Mapping[str, Any]) -> None:

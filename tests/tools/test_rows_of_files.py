@@ -87,7 +87,13 @@ def test_all_rows_have_the_answers_of_arrays_and_of_splits(trained, tmp_path, ca
     ]
     _, by_pattern = predict(trained, tmp_path / "[bc].h5")
     assert by_pattern == answers
+    capfd.readouterr()
+    with h5py.File(big_endian, "r+") as file:
+        file["x"].attrs["_FillValue"] = np.int16(-1)
     _, of_others = predict(trained, big_endian)
+    assert f"{big_endian}: _FillValue of /x is not applied: train with --nodata=-1" in (
+        capfd.readouterr().err
+    )
     assert np.allclose(probabilities(of_others), expected(trained, images[1]), rtol=0, atol=1e-6)
 
     columns = hp.load(trained, trust_code=True).predict([plain, chunked])
@@ -182,7 +188,7 @@ def test_a_file_unlike_the_training_is_refused_in_one_line(trained, tmp_path, ca
     assert not output.exists()
 
 
-def test_a_pack_is_read_with_all_its_splits(tmp_path):
+def test_a_pack_is_read_with_all_its_splits(tmp_path, capfd):
     images = np.random.default_rng(0).integers(0, 256, (30, SIDE, SIDE, 3)).astype("u1")
     labels = np.arange(30) % 2
     splits = {"train": (images[:12], labels[:12]), "autumn": (images[12:], labels[12:])}
@@ -206,7 +212,19 @@ def test_a_pack_is_read_with_all_its_splits(tmp_path):
     assert np.array_equal(probabilities(of_split), probabilities(answers)[12:30])
 
     other = write_new(tmp_path / "other.h5", images[:4], "z")
-    assert command_line(["predict", str(run), str(other), "--trust-code"]) == 2
+    floats = write_new(tmp_path / "floats.h5", images[:4].astype("f4") / 255, "z")
+    for words, text in (
+        (
+            [other],
+            "other.h5: the training was on a pack: name the dataset to predict, as in --images",
+        ),
+        ([new, "--images=z"], "are not of packs, as .*new.h5: leave them out"),
+        ([new, floats, "--images=z"], "floats.h5 holds float32 images, and .*new.h5 uint8"),
+    ):
+        assert command_line(["predict", str(run), *map(str, words), "--trust-code"]) == 2
+        assert re.search(text, capfd.readouterr().err)
+    _, of_floats = predict(run, floats, "--images", "z")
+    assert np.allclose(probabilities(of_floats), of_arrays[:4], rtol=0, atol=1e-6)
     code, answers = predict(run, new, other, "--images", "z")
     assert code == 0 and np.array_equal(
         probabilities(answers)[-4:], probabilities(predict(run, tmp_path / "seasons.h5")[1])[:4]
