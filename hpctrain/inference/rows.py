@@ -50,7 +50,6 @@ class Place(NamedTuple):
     file: str
     split: str  # of a pack
     row: int  # of the split, or the dataset
-    source: str  # what a pack says of its origin, or ""
 
 
 def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Dataset) -> list[Part]:
@@ -209,24 +208,34 @@ class Rows:
         part = self._parts[number]
         index = row - int(self._starts[number])
         if part.is_pack:
-            return Place(part.paths[0], part.split, index, self._splits[number].source_of(index))
+            return Place(part.paths[0], part.split, index)
         file = 0
         if part.info.files is not None:
             file = int(part.info.files.files_of(np.array(index)))
             index -= int(part.info.files.starts[file])
-        return Place(part.paths[file], "", index, "")
+        return Place(part.paths[file], "", index)
 
     def columns(self) -> dict[str, Callable[[int], str]]:
         """Return what a table says of a row, by the name of the column."""
         names = ["file", "row"]
         if any(part.is_pack for part in self._parts):
             names = ["file", "split", "row"]
+        columns: dict[str, Callable[[int], str]] = {
+            name: partial(self._cell, name) for name in names
+        }
         if any(part.info.names is not None for part in self._parts):
-            names.append("source")
-        return {name: partial(self._cell, name) for name in names}
+            columns["source"] = self._packed_from
+        return columns
 
     def _cell(self, name: str, row: int) -> str:
         return str(getattr(self.place_of(row), name))
+
+    def _packed_from(self, row: int) -> str:
+        """Return the name of the file that a row of a pack was made of, or ""."""
+        number = self._part_of(row)
+        if not self._parts[number].is_pack:
+            return ""
+        return self._splits[number].source_of(row - int(self._starts[number]))
 
     def _part_of(self, rows: Any) -> Any:
         """Return the numbers of the parts with these rows."""

@@ -232,6 +232,10 @@ class TrainedNetwork:
         with closing(open_images(self, images)) as opened, flags, smaller:
             blocks = range(inference.blocks(len(opened)))
             answered = list(inference.answers(opened, blocks))
+            rows = [row for block, _ in answered for row in block.rows.tolist()]
+            columns = {
+                name: np.array([*map(text, rows)], str) for name, text in opened.columns.items()
+            }
         bad = Bad()
         for block, _ in answered:
             bad |= block.bad
@@ -239,8 +243,6 @@ class TrainedNetwork:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
         say_range(opened, self.scale, *opened.limits)
         say_losses(opened, opened.count_losses())
-        rows = [row for block, _ in answered for row in block.rows.tolist()]
-        columns = {name: np.array([*map(text, rows)], str) for name, text in opened.columns.items()}
         if "row" in columns:
             columns["row"] = columns["row"].astype(np.int64)
         none = np.empty((0, task.outputs(len(self.classes))), np.float32)
@@ -533,7 +535,7 @@ def list_files(
         one = files[are_hdf5.index(True)]
         other = files[are_hdf5.index(False)]
         raise UsageError(
-            f"{one} is an HDF5 file, and {other} is not: predict them one after the other"
+            f"{one} is an HDF5 file, and {other} is not: name files of one kind, as in 'new/*.h5'"
         )
     return list_parts([*map(str, files)], network.metadata, dataset)
 

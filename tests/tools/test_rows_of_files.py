@@ -12,11 +12,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 import hpctrain as hp
 from tests.support.api import command_line
 from tests.support.external import write
 from tests.support.ranks import command
+from tests.support.spoil import overwrite
 from tests.tools.test_one_answer import SIDE, train
 
 NODATA = -9999
@@ -273,7 +275,35 @@ def test_what_is_no_file_of_rows_is_said(trained, tmp_path, capfd):
         assert command_line(["predict", str(trained), *map(str, words), "--trust-code"]) == 2
         assert re.search(text, capfd.readouterr().err)
     network = hp.load(trained, trust_code=True)
-    with pytest.raises(hp.UsageError, match=r"image.npy is not: predict them one after the other"):
+    with pytest.raises(hp.UsageError, match=r"image.npy is not: name files of one kind"):
         network.predict([tmp_path / "image.npy", new])
     _, answers = predict(trained, tmp_path / "*.npy")
     assert [row["file"] for row in answers] == [str(tmp_path / "image.npy")]
+
+
+def test_a_pack_of_jpeg_files_says_of_which_each_row_is(tmp_path):
+    """A damaged one is left out by name."""
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        path = tmp_path / f"photos/{number % 2}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    words = ["pack", str(tmp_path / "photos"), "--encoding=jpeg", "--split=0.5,0.5", "--jobs=1"]
+    pack = tmp_path / "photos.h5"
+    assert command_line([*words, f"--output={pack}"]) == 0
+    run = train(tmp_path, pack, batch_size=4)
+    network = hp.load(run, trust_code=True)
+    answers = network.predict(pack)
+    assert [*answers][:4] == ["file", "split", "row", "source"]
+    names = [tmp_path / "photos" / name for name in answers["source"]]
+    assert len({*names}) == 12 and [*answers["split"]] == ["train"] * 6 + ["test"] * 6
+    of_files = network.predict(names)
+    assert np.allclose(answers.probabilities, of_files.probabilities, rtol=0, atol=1e-6)
+    with h5py.File(pack) as file:
+        place = file["test/bytes"].id.get_offset() + int(file["test/offsets"][2])
+    overwrite(pack, place)
+    left = network.predict(pack, skip_bad=True)
+    (name,) = left.unusable
+    assert name == f"{pack}:/test[2]" and "is corrupt" in left.unusable[name]
+    assert [*left["source"]] == [text for n, text in enumerate(answers["source"]) if n != 8]
