@@ -129,6 +129,7 @@ MASK = 4
 OLD_THUMBNAIL = 2  # SubfileType
 PLANAR = 2  # PlanarConfiguration
 SIGNED = 2  # SampleFormat
+METAMORPH_PLANES = 33629  # UIC2tag: of each plane, its place and time; tifffile makes a dict of it
 DEFLATE = (8, 32946)  # Compression
 REVERSED = 2  # FillOrder
 BITS_OF_PPM = {
@@ -385,7 +386,8 @@ def check_progression(data: bytes, scans: list[int], components: int) -> None:
 def choose_page(image: Image.Image) -> None:
     """Go to the only page of a TIFF that is no thumbnail. Raises ValueError if there are others.
 
-    Stacks of ImageJ and tifffile may hold all images in one page, of which Pillow reads the first.
+    Stacks of ImageJ, tifffile and MetaMorph may hold all images in one page, of which Pillow reads
+    the first.
     """
     is_camera_raw = Tag.DNGVersion in tiff_tags(image)
     pages = []
@@ -408,7 +410,10 @@ def choose_page(image: Image.Image) -> None:
 
 
 def count_images(tags: Mapping[int, Any]) -> int:
-    """Return how many images a page of ImageJ or tifffile holds, by its description."""
+    """Return how many images a page of ImageJ, tifffile or MetaMorph holds, by its metadata."""
+    planes = tags.get(METAMORPH_PLANES)
+    if planes is not None:
+        return len(planes["ZDistance"] if isinstance(planes, dict) else planes)
     text = tags.get(Tag.ImageDescription)
     if not isinstance(text, str):
         return 1

@@ -239,6 +239,7 @@ def test_gray_and_colour_become_each_other_and_other_channels_do_not():
         decode_stored(encode(BYTES), Fit(13, 11, 5))
 
 
+SIX = np.random.default_rng(2).integers(0, 4096, (3, 2, 11, 13), dtype=np.uint16)
 PAGES = [tiff_page(FIVE[..., i]) for i in range(5)]
 
 
@@ -268,6 +269,30 @@ def test_stacks_that_one_page_holds_are_not_taken_for_one_image(options, truncat
     for fit in (OWN, Fit(13, 11, 1)):
         with pytest.raises(BadImage, match="^5 pages in one TIFF.*--pages channels"):
             decode_stored(file.getvalue(), fit)
+
+
+def test_planes_of_metamorph_are_in_one_page():
+    import tifffile
+
+    file = io.BytesIO()
+    planes = SIX[:, 0]
+    uic1 = (33628, 5, 3, [1] * 6, True)
+    uic2 = (33629, 5, 3, [1] * 6, True)  # which has 18 numbers: the rest is in the next tag
+    rest = (65000, 4, 12, [1] * 12, True)
+    tifffile.imwrite(
+        file,
+        planes[0],
+        photometric="minisblack",
+        extratags=[uic1, uic2, rest],
+        metadata=None,
+        software="",
+    )
+    data = file.getvalue() + planes[1:].tobytes()
+    fit = OWN._replace(pages=True)
+    assert np.array_equal(decode_stored(data, fit)[0], np.moveaxis(planes, 0, -1))
+    for fit in (OWN, Fit(13, 11, 1)):
+        with pytest.raises(BadImage, match="^3 pages in one TIFF.*--pages channels"):
+            decode_stored(data, fit)
 
 
 def test_pages_must_agree_and_be_there():
