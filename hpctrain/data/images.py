@@ -97,7 +97,8 @@ class Fit(NamedTuple):
 
     Transparent pixels are blended over `background`. `decode_stored` (``values.py``) also takes 0
     for width and height, or for channels: those of the file. With `exact`, it refuses to resize;
-    with `pages`, the pages of a TIFF are channels.
+    with `pages`, the pages of a TIFF are channels. Files that state other axes of them than `axes`
+    are refused, unless it is None; "" is that no file states them.
     """
 
     width: int
@@ -107,6 +108,7 @@ class Fit(NamedTuple):
     background: Background = "white"
     exact: bool = False
     pages: bool = False
+    axes: str | None = None
 
     @classmethod
     def of_pack(
@@ -129,6 +131,7 @@ class Fit(NamedTuple):
             background=provenance.get("background", "white"),
             exact=way == "tiles" or nodata is not None,
             pages=bool(provenance.get("pages")),
+            axes=provenance.get("axes"),
         )
 
     def of_size(self, width: int, height: int) -> Fit:

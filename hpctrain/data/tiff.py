@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage
 
 EXTRA = "to read it, pip install tifffile imagecodecs"
+UNKNOWN_AXES = "QI"  # as tifffile calls axes that a file does not name
 PHOTOMETRIC = {0: 1, 1: 1, 2: 3}  # WhiteIsZero, BlackIsZero, RGB -> number of their channels
 
 
@@ -37,6 +38,7 @@ class TiffContents(NamedTuple):
     alpha: int  # ExtraSamples of the only channel beside gray or colours, or 0
     orientation: int
     tags: Mapping[int, Any]  # of the first page
+    axes: str  # of the pages, as "Z 5 x C 2", the slowest first; "" if the file does not state them
     read: Callable[[], Samples]
 
 
@@ -69,10 +71,11 @@ def open_tiff(data: bytes, pages: bool, reason: str = "") -> TiffContents:
         extra = [int(sample) for sample in first.extrasamples]
         alpha = extra[0] if len(extra) == 1 and count == 1 and samples == colours + 1 else 0
         orientation = int(tags.get(Tag.Orientation, 1))
+    ordered, axes = order_pages(file, pictures) if count > 1 else (pictures, "")
 
     def read() -> Samples:
         with strict_logging():
-            values = read_values(file, pictures, count)
+            values = read_values(file, ordered, count)
         if int(first.photometric) == WHITE_IS_ZERO:
             values = invert(values, first.bitspersample)
         return Samples(
@@ -90,6 +93,7 @@ def open_tiff(data: bytes, pages: bool, reason: str = "") -> TiffContents:
         alpha=alpha,
         orientation=orientation,
         tags=tags,
+        axes=axes,
         read=read,
     )
 
@@ -112,6 +116,45 @@ def check_pages(pages: list[Any]) -> None:
                 f"page {number} is {page.dtype} of shape {page.shape}, and page 1 {first.dtype} of"
                 f" shape {first.shape}: channels must agree"
             )
+
+
+def order_pages(file: TiffFile, pages: list[Any]) -> tuple[list[Any], str]:
+    """Return the pages in the order that the metadata of the file state, and their axes.
+
+    Such metadata are those of OME, ImageJ, Micro-Manager, MetaMorph, LSM and others. Without them,
+    or if they are of other pages, the order is that of the file and the axes are "".
+    """
+    try:
+        with strict_logging():
+            series = file.series
+    except Exception:  # of many types: the metadata are damaged, but the pages are not
+        return pages, ""
+    numbers = [page.index if page else None for images in series for page in images.pages]
+    by_number = {page.index: page for page in pages}
+    if {*numbers} != {*by_number} or len(numbers) != len(pages):
+        return pages, ""
+    ordered = [by_number[number] for number in numbers]
+    if len({(images.axes, images.shape) for images in series}) > 1:
+        return ordered, ""
+    first = series[0]
+    axes = [
+        (axis, length)
+        for axis, length in zip(first.axes, first.shape, strict=True)
+        if axis not in "YX" and length > 1
+    ]
+    if any(axis in UNKNOWN_AXES for axis, _ in axes):
+        return ordered, ""
+    if len(series) > 1:
+        axes.insert(0, ("series", len(series)))
+    return ordered, " x ".join(f"{axis} {length}" for axis, length in axes)
+
+
+def are_other_axes(axes: str, expected: str) -> bool:
+    """Whether pages of these axes, as of `order_pages`, have another order than expected.
+
+    The name of a single axis is not compared: a program that knows no channels calls them slices.
+    """
+    return bool(axes) and axes != expected and (" x " in axes or " x " in expected)
 
 
 def shape_of(page: TiffPage) -> tuple[int, int, int]:

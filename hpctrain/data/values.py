@@ -62,7 +62,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.pack import WIDENED
 from hpctrain.data.samples import Samples, channel_count, fit_samples
-from hpctrain.data.tiff import invert, open_tiff
+from hpctrain.data.tiff import are_other_axes, invert, open_tiff
 from hpctrain.text import counted
 
 MOST_NPY_CHANNELS = 64  # of an array whose first axis is the shortest: else it looks like (C, H, W)
@@ -82,6 +82,7 @@ class Header(NamedTuple):
     height: int
     channels: int
     dtype: str  # one of pack.TYPES, or a type that is refused when its values are read
+    axes: str = ""  # of the pages of a TIFF that are channels, as `tiff.order_pages` gives them
 
 
 class Contents(NamedTuple):
@@ -179,7 +180,7 @@ def open_contents(data: bytes | Image.Image, fit: Fit) -> Contents:
     if is_npy(data):
         return array_contents(data)
     if fit.pages and TIFF_START.match(data):
-        return tiff_contents(data, pages=True)
+        return stack_contents(data, fit)
     try:
         image = open_image(data)
     except TiffOnly as error:
@@ -207,11 +208,27 @@ def needs_tifffile(image: ImageFile, data: bytes, fit: Fit) -> str:
     return ""
 
 
+def stack_contents(data: bytes, fit: Fit) -> Contents:
+    """Open a TIFF whose pages are channels. Raises OtherKind if their axes are not those of `fit`.
+
+    A single gray page is not repeated in three channels: it may be a stack without its other pages.
+    """
+    contents = tiff_contents(data, pages=True)
+    header = contents.header()
+    if header.channels == 1 and fit.channels > 1:
+        raise OtherKind(f"1 channel, not {fit.channels:,}")
+    if fit.axes is not None and are_other_axes(header.axes, fit.axes):
+        expected = f", not {fit.axes}" if fit.axes else ", and those of others are not stated"
+        raise OtherKind(f"the axes of its pages are {header.axes}{expected}")
+    return contents
+
+
 def tiff_contents(data: bytes, pages: bool = False, reason: str = "") -> Contents:
     """Open a TIFF by tifffile."""
     tiff = open_tiff(data, pages, reason)
     channels = channel_count(tiff.channels, tiff.alpha, tiff.dtype)
     header = make_header(tiff.width, tiff.height, channels, tiff.dtype, tiff.orientation)
+    header = header._replace(axes=tiff.axes)
 
     def read(changes: Changes) -> Samples:
         changes.note_nodata(tiff.tags)

@@ -18,6 +18,7 @@ from hpctrain.config import PackConfig, Size
 from hpctrain.data.images import BadImage, Fit
 from hpctrain.data.pack import TYPES
 from hpctrain.data.scale import can_hold
+from hpctrain.data.tiff import are_other_axes
 from hpctrain.data.values import Header, read_header
 from hpctrain.errors import UsageError
 from hpctrain.packing import workers
@@ -102,6 +103,7 @@ def choose_conversion(
     first = ""  # name of the image that gives the size
     types = Kinds()
     channels = Kinds()
+    axes = Kinds()
     headers: list[Header | BadImage] = []
     rows = np.arange(len(source.names))
     reading = read_source(
@@ -131,10 +133,13 @@ def choose_conversion(
                 )
             types.add(header.dtype, name)
             channels.add(header.channels, name)
+            axes.add(header.axes, name)
             if not is_final:
                 break
     if first:
         fit = fit._replace(channels=config.channels or choose_channels(config, source, channels))
+    if config.pages:
+        fit = fit._replace(axes=choose_axes(source, axes))
     if config.tiles:
         width, height = config.tiles
     return Choice(
@@ -176,6 +181,19 @@ def choose_channels(config: PackConfig, source: Source, channels: Kinds) -> int:
             " out"
         )
     return max(numbers)
+
+
+def choose_axes(source: Source, axes: Kinds) -> str:
+    """Return the axes of the pages, "" if no file states them. Raises UsageError if they differ."""
+    stated = sorted({*axes.counts} - {""})
+    if not stated:
+        return ""
+    if any(are_other_axes(text, stated[0]) for text in stated):
+        raise UsageError(
+            f"source {source.name}: images differ in the axes of their pages:"
+            f" {axes.listed('as {}')}: write them in one order"
+        )
+    return str(stated[0])
 
 
 def choose_type(config: PackConfig, source: Source, types: Kinds) -> str:

@@ -714,6 +714,8 @@ def provenance(
     }
     if config.pages:
         facts["pages"] = config.pages
+    if fit.axes:
+        facts["axes"] = fit.axes
     if config.tiles:
         facts["tiles"] = {
             "overlap": config.overlap,
@@ -797,6 +799,9 @@ def print_table(pack: Pack) -> None:
     make_console().print(table)
     height, width, channels = pack.image_shape
     text = f"images  {width} x {height} pixels, {counted(channels, 'channel')}"
+    axes = pack.provenance.get("axes")
+    if axes and axes != f"C {channels}":
+        text += f" (pages: {axes})"
     if not pack.scale.is_bytes:
         text += f", {pack.scale}"
     say(text)

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, on 
 
 def result(data: bytes, channels: int = 0, **fit) -> tuple[np.ndarray, set[str], object]:
     """The pixels (H, W, C) of a file in its own size, the names of its changes, and all of them."""
-    width, height, colours, _ = read_header(data, Fit(0, 0, 3))
+    width, height, colours, *_ = read_header(data, Fit(0, 0, 3))
     channels = channels or colours
     pixels, changes = decode(data, Fit(width, height, channels, **fit))
     pixels = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)

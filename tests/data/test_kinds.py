@@ -162,6 +162,31 @@ def test_a_page_that_is_missing_is_a_channel_that_is_missing(tmp_path, capfd):
     assert "1 with 3 (b/1.tif), 7 with 4 (a/0.tif)" in said
 
 
+def test_pages_of_other_axes_are_refused_and_the_axes_are_printed(tmp_path, capfd):
+    import tifffile
+
+    stacks = {f"{label}/{i}.tif": values("uint16", 6) for label in "ab" for i in range(3)}
+    root = folder(tmp_path / "images", stacks)
+    for name, image in stacks.items():
+        planes = np.moveaxis(image, -1, 0).reshape(3, 2, 8, 9)
+        tifffile.imwrite(root / name, planes, imagej=True, metadata={"axes": "ZCYX"})
+    path = make_pack(root, tmp_path / "a.h5", split="1", pages="channels")
+    assert all(np.array_equal(image, stacks[name]) for name, image in kept(path).items())
+    assert facts(path)["provenance"]["axes"] == "Z 3 x C 2"
+    assert "6 channels (pages: Z 3 x C 2), uint16" in capfd.readouterr().out
+    planes = np.moveaxis(stacks["b/2.tif"], -1, 0)
+    tifffile.imwrite(root / "b/2.tif", planes, imagej=True, metadata={"axes": "ZYX"})
+    said = refused(tmp_path, capfd, pages="channels")
+    assert "5 as Z 3 x C 2 (a/0.tif), 1 as Z 6 (b/2.tif)" in said
+    tifffile.imwrite(root / "b/2.tif", planes[0])
+    said = refused(tmp_path, capfd, pages="channels", channels=3)
+    assert "a/0.tif: 6 channels, not 3" in said and "b/2.tif: 1 channel, not 3" in said
+    (root / "a/0.tif").write_bytes(tiff(*(tiff_page(plane) for plane in planes)))
+    tifffile.imwrite(root / "b/2.tif", planes, metadata=None)
+    path = make_pack(root, tmp_path / "b.h5", split="1", pages="channels")
+    assert facts(path)["provenance"]["axes"] == "Z 3 x C 2"  # of those that state them
+
+
 def test_several_pages_are_refused_with_their_number(tmp_path, capfd):
     stack = tiff(*(tiff_page(values("uint16")[..., 0]) for _ in range(4)))
     folder(tmp_path / "images", {"a/x.tif": stack, "b/y.npy": values("uint16")})

@@ -116,7 +116,7 @@ def test_files_come_back_as_they_are_stored(name):
     shape = (*expected.shape, 1)[:3]
     assert values.shape == shape and np.array_equal(values, expected.reshape(shape))
     assert names_of_changes(changes) == set()
-    assert read_header(data, OWN) == (13, 11, shape[2], dtype)
+    assert read_header(data, OWN) == (13, 11, shape[2], dtype, "")
 
 
 WHITE = 65535
@@ -248,7 +248,7 @@ def test_pages_of_a_tiff_become_channels():
     thumbnail = tiff_page(BYTES[:3], 2, t254=1)
     for data in (tiff(*PAGES), tiff(thumbnail, *PAGES, order=">")):
         assert np.array_equal(decode_stored(data, fit)[0], FIVE)
-        assert read_header(data, fit) == (13, 11, 5, "uint16")
+        assert read_header(data, fit) == (13, 11, 5, "uint16", "")
     colours = tiff(tiff_page(FIVE[..., :3], 2), tiff_page(FIVE[..., 2:], 2))
     assert np.array_equal(decode_stored(colours, fit)[0], FIVE[..., [0, 1, 2, 2, 3, 4]])
     assert np.array_equal(decode_stored(tiff(tiff_page(FIVE)), fit)[0], FIVE)  # one page
@@ -269,6 +269,61 @@ def test_stacks_that_one_page_holds_are_not_taken_for_one_image(options, truncat
     for fit in (OWN, Fit(13, 11, 1)):
         with pytest.raises(BadImage, match="^5 pages in one TIFF.*--pages channels"):
             decode_stored(file.getvalue(), fit)
+
+
+def stack(axes, planes=SIX, **options):
+    """A TIFF file whose metadata state the axes of its pages."""
+    import tifffile
+
+    file = io.BytesIO()
+    options["metadata"] = {"axes": axes, **options.get("metadata", {})}
+    tifffile.imwrite(file, planes, photometric="minisblack", **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["ome", "imagej"])
+def test_the_axes_of_pages_are_those_of_the_metadata(kind):
+    fit = OWN._replace(pages=True)
+    options = {kind: True}
+    for planes, axes, expected in [
+        (SIX, "ZCYX", "Z 3 x C 2"),
+        (SIX[:, 0], "CYX", "C 3"),
+        (SIX[:, 0], "ZYX", "Z 3"),
+        (SIX[None], "TZCYX", "Z 3 x C 2"),
+    ]:
+        data = stack(axes, planes, **options)
+        assert read_header(data, fit).axes == expected
+        channels = np.moveaxis(planes.reshape(-1, 11, 13), 0, -1)
+        assert np.array_equal(decode_stored(data, fit._replace(axes=expected))[0], channels)
+    with pytest.raises(BadImage, match="^the axes of its pages are Z 3 x C 2, not C 2 x Z 3$"):
+        decode_stored(stack("ZCYX", **options), fit._replace(axes="C 2 x Z 3"))
+    with pytest.raises(BadImage, match="x C 2, and those of others are not stated$"):
+        decode_stored(stack("ZCYX", **options), fit._replace(axes=""))
+    slices = stack("ZYX", SIX[:, 0], **options)  # as programs call them that know no channels
+    assert decode_stored(slices, fit._replace(axes="C 3"))[0].shape == (11, 13, 3)
+
+
+def test_pages_have_the_order_that_ome_states():
+    data = stack("CYX", SIX[:, 0], ome=True)
+    one = b'<TiffData IFD="0" PlaneCount="3"/>'
+    places = b"".join(b'<TiffData IFD="%d" FirstC="%d"/>' % (2 - c, c) for c in range(3))
+    room = len(data) - len(data.replace(one, b""))
+    assert room == len(one)
+    xml = data[data.index(b"<?xml") : data.index(b"</OME>") + 6]
+    pages = [tiff_page(plane) for plane in SIX[:, 0]]
+    pages[0]["t270"] = xml.replace(one, places)
+    fit = OWN._replace(pages=True)
+    assert np.array_equal(decode_stored(tiff(*pages), fit)[0], np.moveaxis(SIX[::-1, 0], 0, -1))
+    pages[0]["t270"] = xml.replace(b"</Pixels>", b"</Pixels")  # damaged metadata
+    assert np.array_equal(decode_stored(tiff(*pages), fit)[0], np.moveaxis(SIX[:, 0], 0, -1))
+    assert read_header(tiff(*pages), fit).axes == ""
+
+
+def test_a_single_page_is_no_stack_without_its_other_pages():
+    fit = OWN._replace(pages=True, channels=3)
+    with pytest.raises(BadImage, match="^1 channel, not 3$"):
+        decode_stored(tiff(PAGES[0]), fit)
+    assert np.array_equal(decode_stored(tiff(*PAGES[:3]), fit)[0], FIVE[..., :3])
 
 
 def test_planes_of_metamorph_are_in_one_page():
@@ -400,7 +455,8 @@ def test_an_exact_fit_refuses_other_sizes():
 
 def test_the_fit_of_a_pack_follows_from_its_provenance():
     facts = {"fit": "crop", "background": "black", "pages": "channels"}
-    expected = Fit(13, 11, 5, crop=True, background="black", pages=True)
+    facts["axes"] = "C 5"
+    expected = Fit(13, 11, 5, crop=True, background="black", pages=True, axes="C 5")
     assert Fit.of_pack((11, 13, 5), facts) == expected
     assert Fit.of_pack((11, 13, 5), {"fit": "tiles"}) == Fit(13, 11, 5, exact=True)
     assert Fit.of_pack((11, 13, 5), {"fit": "stretch"}, -9999.0) == Fit(13, 11, 5, exact=True)
