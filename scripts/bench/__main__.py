@@ -14,6 +14,7 @@ from pathlib import Path
 from hpctrain.errors import Failure
 from scripts.bench.against import compare_packages
 from scripts.bench.harness import print_machine
+from scripts.bench.packing import measure_packing
 from scripts.bench.reading import measure_data
 from scripts.bench.training import compare_training, measure_tree
 
@@ -22,6 +23,7 @@ CASES = {
     "resnet50": compare_training,
     "tree": measure_tree,
     "data": measure_data,
+    "pack": measure_packing,
 }
 
 

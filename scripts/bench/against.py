@@ -3,9 +3,10 @@
 The files of the commit are extracted from git once, into ~/.cache/hpctrain-bench/COMMIT. Each
 package writes its data with its own code, so that the format of packs may differ. digits and
 resnet50 are timed as in training.py, with the default settings, tree as digits with
---deterministic, and data as in reading.py. CPU seconds are those of a whole job, with the start of
-its ranks; CPU time per step is that of a rank between its first and its last call of MPI. Memory is
-the peak of a process. Messages and bytes per step are those that a rank passes to MPI.
+--deterministic, data as in reading.py, and pack as in packing.py. CPU seconds are those of a whole
+job, with the start of its ranks; CPU time per step is that of a rank between its first and its last
+call of MPI. Memory is the peak of a process. Messages and bytes per step are those that a rank
+passes to MPI.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hpctrain import launch
 from hpctrain.errors import UsageError
 from scripts.bench import reading, training
 from scripts.bench.harness import Rates, measure, print_table, python, run_job, steps_rate
+from scripts.bench.packing import compare_packing
 
 CACHE = Path.home() / ".cache" / "hpctrain-bench"
 FIGURES = "images/s", "CPU s", "CPU ms per step", "MiB", "messages per step", "bytes per step"
@@ -102,6 +104,8 @@ def compare_packages(options: Namespace, folder: Path, commit: str) -> None:
         package.folder.mkdir()
     if options.case == "data":
         time_reading(options, packages)
+    elif options.case == "pack":
+        compare_packing(options, folder, {package.name: package.tree for package in packages})
     else:
         time_training(options, packages)
 

@@ -6,11 +6,13 @@ import itertools
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
+import h5py
 import pytest
 
-from scripts.bench import harness, reading
+from scripts.bench import harness, packing, reading
 from scripts.bench.against import FIGURES
 from tests.support.launch import LAUNCHER_PREFIXES, ROOT, VARIABLES, run
 
@@ -82,6 +84,32 @@ def test_every_reader_reads_every_image(tmp_path, monkeypatch):
         rows = 40 if "JPEG" in name else 80
         assert [next(epochs), next(epochs)] == [rows, rows], name
     assert reading.images_rate(itertools.repeat(3)) > 0
+
+
+@pytest.fixture
+def few_files(monkeypatch):
+    """Packs of so few files as two processes share."""
+    for name in ("TIFF_FILES", "PHOTOGRAPHS", "ICONS"):
+        monkeypatch.setattr(packing, name, 32)
+    monkeypatch.setattr(packing, "TIFF_SIDES", (24,))
+
+
+def test_hpctrain_and_the_program_by_hand_pack_the_same_pixels(few_files, tmp_path, capsys):
+    packing.measure_packing(Namespace(rounds=1), tmp_path)
+    assert len(re.findall("^hpctrain pack .* / by hand [0-9]", capsys.readouterr().out, re.M)) == 4
+    for work in tmp_path.iterdir():
+        with h5py.File(work / "pack.h5") as pack, h5py.File(work / "by_hand.h5") as by_hand:
+            packed = [*pack["train/images"], *pack["test/images"]]
+            pixels = sorted(image.tobytes() for image in packed)
+            assert len(pixels) == 32
+            assert pixels == sorted(image.tobytes() for image in by_hand["images"])
+
+
+@pytest.mark.slow
+def test_two_packages_pack_in_turn(few_files, tmp_path, capsys):
+    packing.compare_packing(Namespace(rounds=1), tmp_path, {"new": ROOT, "old": ROOT})
+    rows = re.findall("^new .* new / old ([0-9.]+)$", capsys.readouterr().out, re.M)
+    assert len(rows) == 4 and all(0.2 < float(ratio) < 5 for ratio in rows)
 
 
 def test_rates_are_medians_and_steps_are_timed_from_the_end_of_the_warm_up():
