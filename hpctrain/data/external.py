@@ -36,6 +36,7 @@ from hpctrain.data.orders import (
     divide_by_shares,
     shuffled,
 )
+from hpctrain.data.outliers import Outlier, find_outlier
 from hpctrain.data.pack import (
     ALIASES,
     DEFAULT_SPLIT,
@@ -121,6 +122,9 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
     identity = [content.layout, divided_by, options.labels]  # describes the content, not the path
     if options.nodata is not None:
         identity.append(str(options.nodata))
+    outliers = [probe.outlier for probe in probes.values() if probe.outlier is not None]
+    if outliers and not any("--nodata=" in note for note in content.notes):
+        content.notes.append(outliers[0].note("--nodata="))
     for split, info in content.infos.items():
         if scales[split].is_unlike(scales[train]):
             content.notes.append(f"{split} has {scales[split]}, and train {scales[train]}")
@@ -600,6 +604,7 @@ class ProbedImages(NamedTuple):
     crc32: int
     low: float  # smallest and largest stored value
     high: float
+    outlier: Outlier | None  # a value that may mark missing data
 
 
 def _probe_images(pack: Pack, info: SplitInfo) -> ProbedImages:
@@ -623,4 +628,9 @@ def _probe_images(pack: Pack, info: SplitInfo) -> ProbedImages:
     if values.dtype.kind == "f":
         low = float(f"{low:.6g}")
         high = float(f"{high:.6g}")
-    return ProbedImages(probe_checksum(stored, scale.divisor), low, high)
+    return ProbedImages(
+        crc32=probe_checksum(stored, scale.divisor),
+        low=low,
+        high=high,
+        outlier=find_outlier(stored, scale.nodata),
+    )

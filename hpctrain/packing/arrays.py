@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.data.external import describe_attributes
 from hpctrain.data.hdf5 import Unusable, locate_dataset
+from hpctrain.data.outliers import outlier_of_pack
 from hpctrain.data.pack import (
     LAYOUTS,
     MOST_CHANNELS,
@@ -28,6 +29,7 @@ from hpctrain.data.pack import (
     checksum,
     ordered,
     range_note,
+    read_pack,
     scale_of,
 )
 from hpctrain.data.scale import can_hold, is_nodata, is_not_finite
@@ -148,6 +150,9 @@ def write_pack(
             max_value=values.max_value,
         )
     _say_range(output, written, values)
+    outlier = outlier_of_pack(read_pack(output))
+    if outlier is not None:
+        _note(f"{output}: {outlier.note('nodata=')}")
 
 
 def _write_split(

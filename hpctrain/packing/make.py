@@ -43,6 +43,7 @@ from hpctrain.config.option import flag_of
 from hpctrain.cores import core_count
 from hpctrain.data.images import CHANGES, BadImage, Change, Fit, OtherKind, few_gray_levels
 from hpctrain.data.orders import assign, assign_groups, check_splits, shuffled
+from hpctrain.data.outliers import outlier_of_pack
 from hpctrain.data.pack import SPLITS, Pack, is_pack, range_note, read_pack, scale_of
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import usual_maximum
@@ -104,6 +105,9 @@ def main(config: PackConfig) -> int:
     start = time.perf_counter()
     pack = read_pack(make_pack(config))
     seconds = time.perf_counter() - start
+    outlier = outlier_of_pack(pack)
+    if outlier is not None:
+        note(outlier.note("--nodata="))
     print_table(pack)
     images = sum(split.samples for split in pack.splits.values())
     note(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")

@@ -72,8 +72,9 @@ def make_network(
     device = data.device
     begun = earlier.plan if earlier else None
     pack = data.pack
+    range_note = ""
     if config.normalize == "pack" and pack.external and not begun:
-        mean, std = measure_training_images(data.train, comm)
+        mean, std, range_note = measure_training_images(data.train, comm)
         pack = dataclasses.replace(pack, mean=mean, std=std)
     with on_all(comm):
         model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
@@ -105,6 +106,7 @@ def make_network(
     )
     notes = [
         nchw,
+        range_note,
         str(init or ""),
         scale_note(init, pack),
         split_note(init, pack),

@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from hpctrain.data.partition import READ_BYTES
+from hpctrain.data.scale import Scale
 from hpctrain.data.split import Split
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.parallel.mpi import Comm, allgather, on_all
@@ -24,8 +25,11 @@ SAY_EVERY = 10.0  # seconds between two lines of progress
 
 def measure_training_images(
     train: Split, comm: Comm
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+) -> tuple[tuple[float, ...], tuple[float, ...], str]:
     """Return mean and std, (C,) each, of all images of a split, divided as networks get them.
+
+    The third result is a note if the range of all images goes far beyond that of those that were
+    probed, or "".
 
     Collective. Raises the same error on all ranks for images that cannot be used.
     """
@@ -39,7 +43,21 @@ def measure_training_images(
     total, *others = allgather(comm, mine)
     for other in others:
         total.merge(other)
-    return total.mean_and_std(train.divisor)
+    return *total.mean_and_std(train.divisor), describe_range(total, train.pack.scale)
+
+
+def describe_range(statistics: ChannelStatistics, probed: Scale) -> str:
+    """Return a note if values go beyond the range of the probed images by more than its width."""
+    low = float(statistics.low.min())
+    high = float(statistics.high.max())
+    width = probed.high - probed.low
+    if probed.low - low <= width and high - probed.high <= width:
+        return ""
+    return (
+        f"the values of all training images are from {low:g} to {high:g}, those of the few that"
+        f" were read before from {probed.low:g} to {probed.high:g}: if some of them mark missing"
+        " data, give --nodata"
+    )
 
 
 def add_images(train: Split, samples: np.ndarray, is_shown: bool) -> ChannelStatistics:

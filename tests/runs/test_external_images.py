@@ -259,6 +259,22 @@ def test_integers_that_float32_rounds_are_said_unless_their_mean_is_subtracted(c
 
 
 @pytest.mark.ranks(1)
+def test_values_beyond_those_that_were_probed_are_said(comm, settings):
+    """Where all training images are read: a value for no data may be in few of them."""
+    images, labels = draw(3, "i2")
+    settings |= {"epochs": 1, "normalize": "pack", "split": "1"}
+    write(comm, settings, images, labels)
+    hp.train(**settings | {"run": "a"})
+    images[1, 2] = -30000
+    write(comm, settings, images, labels)
+    hp.train(**settings | {"run": "b"})
+    said = [[note for note in notes(settings | {"run": run}) if "--nodata" in note] for run in "ab"]
+    assert said[0] == []
+    assert len(said[1]) == 1
+    assert said[1][0].startswith("the values of all training images are from -30000 to ")
+
+
+@pytest.mark.ranks(1)
 def test_max_value_of_a_pack_takes_the_place_of_its_own(comm, tmp_path):
     images, labels = draw(3, "u1")
     splits = {"train": (images // 4, labels), "test": (images[:9] // 4, labels[:9])}
