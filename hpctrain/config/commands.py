@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
 from hpctrain.config.train import CACHE_DIR, Layout, OnRanks, Precision, Runs
-from hpctrain.config.values import Fold, NoData, Shares, Size
+from hpctrain.config.values import DIVISORS, Fold, NoData, Shares, Size
 
 
 class SavedConfig(Runs):
@@ -95,7 +95,7 @@ class PackConfig(Settings):
         "type of values: auto = that of the files, uint8 = reduce 16 bits to 8", "auto"
     )
     max_value: float | None = option(
-        "stored value that becomes 1.0; default: 255, of 16-bit files 65535", check="(0, inf)"
+        "stored value that becomes 1.0; default: 255, of 16-bit files 65535", check=DIVISORS
     )
     nodata: NoData | None = option(
         "stored value that marks missing data, or nan; left out of mean and deviation"

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from hpctrain.config.elsewhere import ELSEWHERE
 from hpctrain.config.option import Settings, check_folder_name, option
 from hpctrain.config.values import (
+    DIVISORS,
     Bytes,
     ClassWeights,
     Every,
@@ -128,7 +129,7 @@ class Config(OnRanks):
     )
     max_value: float | None = option(
         "divide images by this; default: that of the pack, 255 for uint8, 65535 for uint16, else 1",
-        check="(0, inf)",
+        check=DIVISORS,
     )
     nodata: NoData | None = option(
         "stored value of --images, or nan, that marks missing data: not in statistics, 0 as input",

@@ -17,6 +17,10 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 CLOCK = re.compile(r"((?P<h>\d+):(?=\d\d:))?(?P<m>\d+):(?P<s>\d\d)")
 DAYS = re.compile(r"(?P<d>\d+)-(?P<h>\d\d?)(:(?P<m>\d\d)(:(?P<s>\d\d))?)?")
 MAX_SIDE = 2**14  # pixels, of a decoded image
+#: Range of --max-value: images are multiplied by 1 / it, which float32 must have.
+LEAST_DIVISOR = 1e-37
+LARGEST_DIVISOR = 1e37
+DIVISORS = f"[{LEAST_DIVISOR:g}, {LARGEST_DIVISOR:g}]"
 
 
 class Value:

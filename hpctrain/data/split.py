@@ -43,8 +43,8 @@ NOT_FINITE = (
     " --nodata nan"
 )
 TOO_LARGE = (
-    "holds values that are too large for float32, in which networks compute: a larger --max-value"
-    " makes them smaller"
+    "holds values that are too large for float32, as stored or once divided by --max-value: write"
+    " smaller ones, or take it out of the file"
 )
 NO_DATA = "holds no data, only values of --nodata: take it out of the file"
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import h5py
 import numpy as np
 
+from hpctrain.config.values import DIVISORS, LARGEST_DIVISOR, LEAST_DIVISOR
 from hpctrain.data.external import describe_attributes
 from hpctrain.data.hdf5 import Unusable, locate_dataset
 from hpctrain.data.outliers import outlier_of_pack
@@ -245,8 +246,8 @@ def _choose_values(train: SplitImages, max_value: float | None, nodata: float | 
         _note(text)
     if max_value is not None:
         max_value = float(max_value)
-        if not (math.isfinite(max_value) and max_value > 0):
-            raise UsageError(f"max_value={max_value:g}: give a positive number")
+        if not LEAST_DIVISOR <= max_value <= LARGEST_DIVISOR:
+            raise UsageError(f"max_value={max_value:g}: give a number in {DIVISORS}")
     dtype = np.dtype(wider)
     if nodata is not None:
         nodata = float(nodata)

@@ -43,6 +43,7 @@ SETTINGS = """
 --ema 0 --final ema | --ema 0
 --ema 1 --final ema | --ema 1
 --max-value 0 --images x --labels y | --max-value 0
+--max-value 1e39 --images x --labels y | --max-value 1e39
 --optimizer sgd | --optimizer sgd sgdm
 --schedule cosin | --schedule cosin cosine
 --validate-every 2
