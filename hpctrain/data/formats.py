@@ -48,6 +48,7 @@ CONVERT = "convert it to PNG or JPEG"
 DEVELOP = "develop it to JPEG or PNG"
 EXTRACT = "extract its frames as PNG or JPEG"
 ARRAYS = "write its values into an HDF5 file"
+EXPORT = "save it as OME-TIFF, or pack its values by hpctrain.write_pack"
 FETCH = "fetch the image itself"
 MARKUP = rb"(\xef\xbb\xbf)?\s*"  # a byte-order mark and white space may come first
 UNPACK = "unpack it, and give the folder"
@@ -78,7 +79,8 @@ FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb"PK\x03\x04|\x1f\x8b|BZh|\xfd7zXZ", "a compressed file", "unpack it"),
     (rb"\0\x05\x16\x07", "AppleDouble (metadata of macOS)", "remove it"),
     (rb"version https://git-lfs", "pointer of Git LFS", FETCH),
-    (rb"ZISRAWFILE|\xda\xce\xbe\n", "CZI or ND2 of a microscope", CONVERT),
+    (rb"ZISRAWFILE|\xda\xce\xbe\n|p\0{3}.{4}\*", "CZI, ND2 or LIF of a microscope", EXPORT),
+    (rb"\xd0\xcf\x11\xe0", "OIB or ZVI of a microscope, or a document of Office", EXPORT),
     (rb"NRRD0|(ObjectType|NDims) = ", "NRRD or MetaImage", ARRAYS),
     (
         MARKUP + rb"(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg[^>]*>\s*)?<svg",
@@ -391,6 +393,7 @@ def choose_page(image: Image.Image) -> None:
     """
     is_camera_raw = Tag.DNGVersion in tiff_tags(image)
     pages = []
+    sizes = set()
     for number in range(count_frames(image)):
         image.seek(number)
         tags = tiff_tags(image)
@@ -398,10 +401,17 @@ def choose_page(image: Image.Image) -> None:
         is_thumbnail = tags.get(Tag.SubfileType) == OLD_THUMBNAIL
         if not (kind & (THUMBNAIL | MASK) or is_thumbnail):
             pages.append(number)
+            sizes.add(image.size)
     if is_camera_raw or (not pages and Tag.SubIFDs in tiff_tags(image)):
         raise ValueError(f"not a readable image but thumbnails, or camera raw: {DEVELOP}")
     image.seek(pages[0] if pages else 0)
     count = max(len(pages), count_images(tiff_tags(image)))
+    if len(sizes) > 1:
+        listed = ", ".join(f"{width:,}x{height:,}" for width, height in sorted(sizes, reverse=True))
+        raise ValueError(
+            f"{count:,} images of several sizes in one TIFF ({listed} pixels), as of a slide in"
+            " several resolutions: write the one to use as a file of its own"
+        )
     if count > 1:
         raise ValueError(
             f"{count:,} pages in one TIFF: write each as a file of its own, or make channels of"
