@@ -142,7 +142,7 @@ class Fit(NamedTuple):
 
 
 class Change(IntEnum):
-    """Changes that decoding makes to a picture, one bit each; CHANGES describes them."""
+    """Changes that decoding makes to a picture, one bit each; CHANGES describes those of `pack`."""
 
     STRETCHED = 1 << 0
     CROPPED = 1 << 1
@@ -161,6 +161,7 @@ class Change(IntEnum):
     ENCODED = 1 << 14
     BYTES_TO_16_BITS = 1 << 15
     NODATA_STATED = 1 << 16
+    RESIZED = 1 << 17  # from any other size; `pack` says only how the picture suffers
 
 
 CHANGES = {
@@ -196,6 +197,7 @@ LOSSES = {  # those that `predict` names
     Change.COLOUR_PROFILE: "with a colour profile that is not applied",
     Change.FRAMES: "of which the first of several frames is used",
 }
+OTHER_SIZE = "resized, from another size than those of the training"
 
 
 @dataclass(slots=True)
@@ -459,6 +461,8 @@ def compare_size(width: float, height: float, fit: Fit, changes: Changes) -> Non
             f"{width:g}x{height:g} pixels, not {fit.width}x{fit.height}, and resizing would change"
             " values: give it in this size"
         )
+    if (width, height) != (fit.width, fit.height):
+        changes.kinds |= Change.RESIZED
     wide = width * fit.height  # equal to `high` if the proportions are
     high = height * fit.width
     if abs(wide - high) > ASPECT_TOLERANCE * high:

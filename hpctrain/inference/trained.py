@@ -24,6 +24,7 @@ from hpctrain.data.file_set import is_pattern
 from hpctrain.data.formats import open_image, states_white
 from hpctrain.data.images import (
     LOSSES,
+    OTHER_SIZE,
     BadImage,
     Change,
     Changes,
@@ -322,6 +323,8 @@ class Images:
         self._kinds = np.zeros(count, np.uint32)  # bits of Change, once images are read
         self._lows = np.zeros(count, np.float32)  # smallest values, in the network's scale
         self._highs = np.zeros(count, np.float32)
+        way = network.metadata["provenance"].get("fit")
+        self._are_resized_in_training = way in ("stretch", "crop")
         self._had_16_bits = (  # in `pack`, which has compared their values
             Change.SIXTEEN_BITS.name.lower() in network.metadata["provenance"].get("changed", {})
         )
@@ -361,6 +364,8 @@ class Images:
         texts = {
             change: text.format(background=self._fit.background) for change, text in LOSSES.items()
         }
+        if not self._are_resized_in_training:
+            texts[Change.RESIZED] = OTHER_SIZE
         return {text: int(np.count_nonzero(self._kinds & change)) for change, text in texts.items()}
 
     def read_targets(self, indices: np.ndarray, bad: Bad) -> None:

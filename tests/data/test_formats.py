@@ -321,9 +321,9 @@ def test_changes_are_said(name):
 @pytest.mark.parametrize(
     ("fit", "expected"),
     [
-        (Fit(26, 22, 3), {"ENLARGED"}),
-        (Fit(13, 12, 3), {"STRETCHED", "ENLARGED"}),
-        (Fit(5, 5, 3, crop=True), {"CROPPED"}),
+        (Fit(26, 22, 3), {"ENLARGED", "RESIZED"}),
+        (Fit(13, 12, 3), {"STRETCHED", "ENLARGED", "RESIZED"}),
+        (Fit(5, 5, 3, crop=True), {"CROPPED", "RESIZED"}),
         (Fit(13, 11, 1), {"COLOUR_TO_GRAY"}),
         (Fit(13, 11, 3), set()),
     ],
