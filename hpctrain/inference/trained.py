@@ -589,6 +589,11 @@ def as_array(network: TrainedNetwork, image: Any) -> np.ndarray:
         return array
     if array.shape == shape and name == "bool" and not scale.is_full:
         return array.astype(np.uint8)
+    if array.shape == (shape[2], *shape[:2]):
+        raise UsageError(
+            f"an image of {name} {array.shape}, channels first: numpy.moveaxis(images, -3, -1)"
+            f" makes it {shape}"
+        )
     values = "floats" if scale.is_bytes else f"floats or {scale.dtype} values"
     usable = f"uint8 (H, W, C) of any size, C = 1 (gray) or 3, or {values} of the network's size"
     if shape[2] not in PICTURE_CHANNELS:

@@ -195,6 +195,7 @@ def test_files_have_one_answer(photos, tmp_path, capfd, channels, crop, backgrou
     said = capfd.readouterr().err
     assert "reduced to 8 bits per channel" in said
     assert f"with transparency, laid over {background}" in said
+    assert "another size" not in said  # the training had resized its files, too
     of_files = {os.path.relpath(name, photos): answer for name, answer in of_files.items()}
     assert of_files.keys() == packed.keys()
     network = hp.load(run, trust_code=True)
@@ -365,6 +366,28 @@ def test_16_bit_files_of_any_kind_keep_their_values(tmp_path):
         with pytest.raises(hp.RunError, match="4,080 of 65,535; as 8 bits, 16 gray levels"):
             of_bytes.predict(given)
     assert of_bytes.preprocess(Image.fromarray(np.zeros((9, 9), "u2"))).max() == 0
+
+
+def test_images_of_another_size_than_all_of_the_training_are_counted(tmp_path, capfd):
+    network = train_on(tmp_path, X.astype("u1"))
+    pictures = [Image.fromarray(image.astype("u1")) for image in X[:3]]
+    larger = pictures[0].resize((2 * SIDE, 2 * SIDE))
+    network.predict([*pictures, larger])
+    line = "of 4 images: 1 resized, from another size than those of the training\n"
+    assert capfd.readouterr().err.endswith(line)
+    network.predict(pictures)
+    assert not capfd.readouterr().err
+
+
+def test_arrays_whose_channels_are_first_are_refused_with_what_moves_them(tmp_path):
+    stored = np.stack([X, X, X], axis=-1).astype("u2")
+    network = train_on(tmp_path, stored, max_value=4095.0)
+    for images in (np.moveaxis(stored, -1, 1), np.moveaxis(stored[0], -1, 0)):
+        with pytest.raises(
+            hp.UsageError, match=r"channels first: numpy.moveaxis\(images, -3, -1\)"
+        ):
+            network.predict(images)
+        network.predict(np.moveaxis(images, -3, -1))
 
 
 @pytest.mark.parametrize("case", ["12 bits", "raw floats"])
