@@ -34,7 +34,7 @@ from hpctrain.data.external import (
 from hpctrain.data.file_set import absolute_pattern, is_pattern, split_pattern
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
 from hpctrain.data.pack import ONE_SAMPLE, ExternalOptions, Pack, SplitInfo
-from hpctrain.data.split import PROBED
+from hpctrain.data.split import probe_rows
 from hpctrain.data.stored import File, Stored, as_bytes
 from hpctrain.errors import UsageError
 from hpctrain.text import counted
@@ -201,7 +201,7 @@ def probe_file(data: h5py.Dataset, stored: Stored, path: str) -> int:
 
     They are middle parts, along the first axis of a sample, of up to PROBED samples.
     """
-    rows = np.unique(np.arange(PROBED) * (stored.shape[0] - 1) // (PROBED - 1)).tolist()
+    rows = probe_rows(stored.shape[0]).tolist()
     lines = stored.shape[1]
     line_bytes = stored.row_bytes // lines
     count = min(lines, max(1, PROBE_BYTES // (len(rows) * line_bytes)))

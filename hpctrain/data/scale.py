@@ -240,6 +240,16 @@ class Scale(NamedTuple):
             is_whole=all(are_whole),
         )
 
+    def require_room(self, values: np.ndarray) -> None:
+        """Raise UsageError for values that would be cut off or rounded as stored ones."""
+        if self.is_converted or not self.is_integer or values.dtype == self.dtype:
+            return
+        low, high, is_whole = value_range(present_values(values, self.nodata))
+        if not self._has_room(low, high):
+            self._refuse(f"values from {low:g} to {high:g}")
+        if not is_whole:
+            self._refuse("values that are not whole")
+
     def divisor_of_type(self, dtype: np.dtype) -> float:
         """Return what images of a type are divided by if their values can have this scale.
 

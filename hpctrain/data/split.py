@@ -325,8 +325,7 @@ class Split:
 
     def read_probe(self) -> tuple[np.ndarray, np.ndarray]:
         """Return some rows of an external file (n,), evenly spread, and their images."""
-        last = self.info.images.shape[0] - 1
-        rows = np.unique(np.arange(PROBED) * last // (PROBED - 1))
+        rows = probe_rows(self.info.images.shape[0])
         images = np.empty((len(rows), *self.image_shape), self.dtype)
         self._read_images(rows, images)
         return rows, images
@@ -466,6 +465,11 @@ def _infinite_images(values: np.ndarray, missing: np.ndarray | None, why: str) -
     if missing is not None:
         finite |= missing
     return dict.fromkeys(np.flatnonzero(~finite.all(axis=(1, 2, 3))).tolist(), why)
+
+
+def probe_rows(count: int) -> np.ndarray:
+    """Return up to PROBED of so many rows, evenly spread."""
+    return np.unique(np.arange(PROBED) * (count - 1) // (PROBED - 1))
 
 
 def probe_checksum(images: np.ndarray, divisor: float) -> int:

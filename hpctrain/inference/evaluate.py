@@ -30,7 +30,7 @@ from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import ImageSource, Inference, find_model, require_split
-from hpctrain.inference.rows import check_nodata, check_units
+from hpctrain.inference.rows import check_nodata, check_units, range_of
 from hpctrain.memory import keep_memory
 from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
@@ -283,14 +283,6 @@ def read_in_scale(
     if (options or not pack.scale.is_bytes) and pack.scale.is_unlike(scale):
         say(f"{pack.path} holds {pack.scale}; the training was on {scale}", sys.stderr)
     return replace(pack, scale=pack.scale._replace(nodata=scale.nodata))
-
-
-def range_of(pack: Pack) -> tuple[float, float]:
-    """Return the smallest and the largest stored value: in a pack, of all training images."""
-    statistics = pack.statistics
-    if statistics is None or not statistics.count.any():
-        return pack.scale.low, pack.scale.high
-    return float(statistics.low.min()), float(statistics.high.max())
 
 
 def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) -> Evaluation:

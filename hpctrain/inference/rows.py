@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.data.pack import UNPACK, ExternalOptions, Pack, SplitInfo, is_pack, read_pack
-from hpctrain.data.scale import Scale
-from hpctrain.data.split import Bad, Split
+from hpctrain.data.scale import Scale, present_values, value_range
+from hpctrain.data.split import Bad, Split, probe_rows
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import say
 
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Dataset) -> list[Part]:
     """Open HDF5 files for the network with these metadata. Raises UsageError.
 
-    Their images must have its shape, and one type that has a meaning in its scale.
+    Their images must have its shape, one type, and values that have a meaning in its scale.
     """
     scale = Scale(**metadata["scale"])
     shape = tuple(metadata["image_shape"])
@@ -85,10 +85,29 @@ def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Datas
                 f" {parts[0].pack.dtype}: predict them one after the other"
             )
         try:
-            scale.divisor_of_type(pack.dtype)
+            scale.divisor_for(pack.dtype.name, *probe_range(part, scale.nodata), is_whole=True)
         except UsageError as error:
             raise UsageError(f"{part.paths[0]}: {error}") from None
     return parts
+
+
+def probe_range(part: Part, nodata: float | None) -> tuple[float, float]:
+    """Return the smallest and the largest stored value of some rows; of a pack, of all of train."""
+    if part.is_pack:
+        return range_of(part.pack)
+    with Split(part.pack, part.split, check_values=False) as split:
+        rows = probe_rows(len(split))
+        images, bad = read_usable(split, rows)
+    low, high, _ = value_range(present_values(images[~np.isin(rows, [*bad])], nodata))
+    return low, high
+
+
+def range_of(pack: Pack) -> tuple[float, float]:
+    """Return the smallest and the largest stored value: in a pack, of all training images."""
+    statistics = pack.statistics
+    if statistics is None or not statistics.count.any():
+        return pack.scale.low, pack.scale.high
+    return float(statistics.low.min()), float(statistics.high.max())
 
 
 def open_others(

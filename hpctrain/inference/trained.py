@@ -411,8 +411,8 @@ class Images:
         Raises BadImage, OSError, and UsageError if its scale cannot be known.
         """
         if self._are_stored and isinstance(image, np.ndarray):
-            if self._rows is not None:  # of arrays, all have been compared
-                self._scale.divisor_of([image])
+            if self._rows is not None:  # of arrays, all values have been compared
+                self._scale.require_room(image)
             return image, Changes()
         values, changes = self._decode(image)
         if not self._scale.is_bytes:

@@ -128,19 +128,30 @@ def test_the_table_has_the_same_bytes_on_any_number_of_ranks(trained, tmp_path):
 
 
 def test_rows_that_cannot_be_used_are_named(trained, tmp_path, capfd):
-    images = scenes(8, 7, "f4")
+    images = scenes(40, 7, "f4")
     images[1] = NODATA
     images[3, 2, 5, 5] = np.nan
-    images[5] *= 20
-    images[6] = images[6] / 8
+    images[5, 1, 4, 4] = np.inf  # among those by which the range is known
+    images[8, :, 2] = 40_000
+    images[9, :, 2] = 0.5
+    images[11] = images[11] > 0  # as of a night, which is no other scale
+    images[11, 1] = NODATA
+    images[14, :, 2] = 32_000
     new = write_new(tmp_path / "new.h5", images, "/deep/x")
     code, answers = predict(trained, new, "--images", "deep/x")
-    assert code == 1 and [row["row"] for row in answers] == ["0", "2", "4", "7"]
     lines = capfd.readouterr().err
-    assert "4 of 8 images" in lines
-    for row, why in ((1, " holds no data, only -9999"), (3, " holds NaN"), (5, ": values from")):
-        assert f"{new}:/deep/x[{row}]{why}" in lines
-    assert f"{new}:/deep/x[6]: float32 values that are not whole" in lines
+    reasons = {
+        1: " holds no data, only -9999",
+        3: " holds NaN or infinite values",
+        5: " holds NaN or infinite values",
+        8: r": values from -\d+ to 40000: give int16 values",
+        9: ": values that are not whole: give int16 values",
+    }
+    assert code == 1 and "5 of 40 images" in lines
+    assert [int(row["row"]) for row in answers] == [n for n in range(40) if n not in reasons]
+    for row, why in reasons.items():
+        assert re.search(re.escape(f"{new}:/deep/x[{row}]") + why, lines)
+    assert "40 images with values from -100 to 32000; the training was on" in lines
     code, skipped = predict(trained, new, "--images", "deep/x", "--skip-bad")
     assert code == 0 and skipped == answers
 
@@ -168,6 +179,11 @@ REFUSED = {
     "axes": (scenes(3, 1)[:, 0], [], "which is not NCHW: say --layout"),
     "type": (scenes(3, 1).astype("u1"), [], "new.h5: .*uint8"),
     "name": (scenes(3, 1), ["--images=z"], "there is no dataset 'z'; it holds x"),
+    "scale": (
+        np.float32(scenes(3, 1)) / np.float32(1e4),
+        [],
+        "new.h5: values from -0.9999 to 0.39",
+    ),
     "units": (
         scenes(3, 1),
         [],

@@ -224,6 +224,8 @@ def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name, home):
     assert network.scale.divisor == case.divisor
     rows, expected = predict_rows(run)
     stored, labels = case.stored[rows], LABELS[rows]
+    of_rows = network.predict(tmp_path / "a.h5").probabilities
+    assert np.allclose(of_rows[rows], expected, rtol=0, atol=1e-6)
     refused = {}
     made = forms(case, stored, tmp_path)
     for form, images in made.items():
@@ -243,6 +245,7 @@ def test_a_picture_has_one_answer_whatever_holds_it(tmp_path, name, home):
     if home == "file" and (name, "pack") in HOMES:
         other = write_pack(tmp_path / "other.h5", case)
         answers = network.predict([*case.stored]).probabilities
+        assert np.allclose(network.predict(other).probabilities, answers, rtol=0, atol=1e-6)
         found = hp.evaluate(run, data=str(other), **given)
         assert found.loss == pytest.approx(mean_loss(answers, LABELS), rel=1e-5)
 
