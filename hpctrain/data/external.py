@@ -397,6 +397,8 @@ def read_all_labels(
         return one_each(np.array(texts), name, samples)
     if values.dtype.kind not in "biuf":
         raise Unusable(f"{name} are {values.dtype}: write integers, truth values or strings")
+    if values.size == samples:
+        refuse_missing(data, values.reshape(-1))
     if samples == 1 and values.ndim == 1:
         values = values[np.newaxis]
     if values.ndim == 2 and len(values) == samples and values.shape[1] > 1:
@@ -420,11 +422,31 @@ def read_all_labels(
     return labels
 
 
+def refuse_missing(data: h5py.Dataset, values: np.ndarray) -> None:
+    """Raise Unusable if any of the values (N,) of labels is one that marks missing ones.
+
+    Attributes of netCDF name such values.
+    """
+    for attribute in FILL_VALUES:
+        for fill in np.asarray(data.attrs.get(attribute, ())).reshape(-1).tolist():
+            is_missing = values == fill
+            if isinstance(fill, int | float) and is_missing.any():
+                raise Unusable(
+                    f"the labels {data.name} hold {fill:g}, their {attribute},"
+                    f" {counted(int(is_missing.sum()), 'time')}, first in row {is_missing.argmax()}:"
+                    " take these images out of the file"
+                )
+
+
 def read_names(data: h5py.Dataset, samples: int) -> np.ndarray:
     """Read labels that are strings, (N,). Raises Unusable."""
     name = f"the labels {data.name}"
     try:
-        texts = data.asstr("utf-8")[...]
+        if data.dtype == "S1" and data.ndim and data.shape[-1] > 1 and data.size > samples:
+            joined = np.ascontiguousarray(data[...]).view(f"S{data.shape[-1]}")  # as in netCDF-3
+            texts = np.char.decode(joined, "utf-8")
+        else:
+            texts = data.asstr("utf-8")[...]
     except UnicodeDecodeError as error:
         raise Unusable(f"{name} are not UTF-8, such as {error.object!r}: write them anew") from None
     names = one_each(np.array(texts, str), name, samples)

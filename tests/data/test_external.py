@@ -206,6 +206,34 @@ def test_strings_are_names_of_classes_in_sorted_order(tmp_path, kind):
     assert as_set(*everything(pack)) == as_set(IMAGES, np.array([3, 0, 1, 2])[LABELS])
 
 
+def test_labels_that_are_marked_as_missing_are_refused(tmp_path):
+    """By an attribute of netCDF; they would be a class of their own."""
+    for number, (values, missing) in enumerate({"i1": -127, "f4": -9999, "u1": 255}.items()):
+        labels = LABELS.astype(values)
+        labels[3::20] = missing
+        path = write(tmp_path / f"{number}.h5", IMAGES, labels)
+        assert len(read(path).classes) == CLASSES + 1
+        with h5py.File(path, "a") as file:
+            file["y"].attrs["_FillValue"] = np.array([missing], values)
+        count = len(labels[3::20])
+        text = f"labels /y hold {missing}, their _FillValue, {count} times, first in row 3: take"
+        assert text in refusal(path)
+        with h5py.File(path, "a") as file:
+            file["y"][3::20] = 0
+        assert len(read(path).classes) == CLASSES
+
+
+@pytest.mark.parametrize("name", ["ant", "zoé"])
+def test_characters_are_joined_to_names(tmp_path, name):
+    """As netCDF-3, and netCDF-4 by programs that know no strings, hold them."""
+    names = np.array([name.encode(), b"bee", b"c", b"locust"])
+    characters = names[LABELS][:, None].view("S1")
+    pack = read(write(tmp_path / "a.h5", IMAGES, characters), split="1", block_rows=0)
+    assert set(pack.classes) == {name, "bee", "c", "locust"}
+    order = np.array([pack.classes.index(text.decode()) for text in names])
+    assert as_set(*everything(pack)) == as_set(IMAGES, order[LABELS])
+
+
 def test_names_of_an_enumeration_are_names_of_classes(tmp_path):
     kind = h5py.enum_dtype({"dog": 0, "cat": 1, "ant": 7}, "i4")
     values = np.array([0, 1, 7, 5])[LABELS].astype(kind)  # 5 has no name
