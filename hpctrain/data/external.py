@@ -431,10 +431,10 @@ def refuse_missing(data: h5py.Dataset, values: np.ndarray) -> None:
         for fill in np.asarray(data.attrs.get(attribute, ())).reshape(-1).tolist():
             is_missing = values == fill
             if isinstance(fill, int | float) and is_missing.any():
+                count = counted(int(is_missing.sum()), "time")
                 raise Unusable(
-                    f"the labels {data.name} hold {fill:g}, their {attribute},"
-                    f" {counted(int(is_missing.sum()), 'time')}, first in row {is_missing.argmax()}:"
-                    " take these images out of the file"
+                    f"the labels {data.name} hold {fill:g}, their {attribute}, {count}, first in"
+                    f" row {is_missing.argmax()}: take these images out of the file"
                 )
 
 

@@ -61,6 +61,8 @@ FOREIGN = (  # a pattern of the first bytes, what it is, what to do
     (rb".{128}DICM", "DICOM", ARRAYS),
     (rb".{344}(n\+1|ni1)\0|.{4}n\+2\0", "NIfTI", ARRAYS),
     (rb"SIMPLE  =", "FITS", ARRAYS),
+    (rb"CDF[\x01\x02\x05]", "netCDF-3", "'nccopy -k nc4 old.nc new.nc' makes it HDF5"),
+    (rb"\x0e\x03\x13\x01|GRIB", "HDF4 or GRIB", ARRAYS),
     (rb"v/1\x01", "OpenEXR", ARRAYS),
     (rb"#\?RADIANCE", "Radiance HDR", ARRAYS),
     (rb"\x93NUMPY|MATLAB 5.0", "arrays of NumPy or MATLAB", "hpctrain.write_pack packs them"),

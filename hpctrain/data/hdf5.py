@@ -27,6 +27,9 @@ CACHE_BYTES = 64 << 20  # size of HDF5's chunk cache, which holds all chunks of 
 SLOTS = 10007  # hash slots of this cache
 
 
+SIGNATURE = b"\x89HDF"
+
+
 class Unusable(Exception):
     """The file was opened but its content cannot be used; the text gives the reason."""
 
@@ -45,7 +48,28 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
         reason = first_line(error)
         if isinstance(error, OSError) and error.errno:
             reason = os.strerror(error.errno)
+        elif isinstance(error, OSError):
+            reason = name_other_format(path) or reason
         raise UsageError(f"{path} is not a readable HDF5 file: {reason}") from None
+
+
+def name_other_format(path: str) -> str:
+    """Return which format a file has that is no HDF5, and what to do with it; "" if unknown."""
+    from hpctrain.data.formats import SIGNATURE_BYTES, name_format  # imports Pillow
+
+    with open(path, "rb") as file:
+        start = file.read(SIGNATURE_BYTES)
+    if start.startswith(SIGNATURE):  # a damaged one
+        return ""
+    return f"it is {name_format(start)}" if name_format(start) else ""
+
+
+def link_target(file: h5py.Group, name: str) -> str:
+    """Return where a link leads, which may be another file."""
+    link = file.get(name, getlink=True)
+    if isinstance(link, h5py.ExternalLink):
+        return f"{link.path} in {os.fsdecode(link.filename)}"
+    return str(link.path)
 
 
 def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
@@ -55,7 +79,7 @@ def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
         return data
     for way in accumulate(name.strip("/").split("/"), "{}/{}".format):
         if way in file and file.get(way) is None:
-            raise Unusable(f"{way} leads nowhere: {file.get(way, getlink=True)!r}")
+            raise Unusable(f"{way} leads nowhere: it is a link to {link_target(file, way)}")
     if data is None:
         raise Unusable(f"there is no dataset {name!r}; it holds {listed(file)}")
     raise Unusable(f"{name} is not a dataset")

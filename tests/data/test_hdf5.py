@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import h5py
 import numpy as np
@@ -223,3 +224,34 @@ def test_blocks_are_those_of_the_file_in_random_order_a_short_one_last(tmp_path)
     assert sorted(seen) == list(range(103))
     other = read(tmp_path / "a.h5", split="1", block_rows=6, seed=1)
     assert not np.array_equal(other.splits["train"].rows, rows)
+
+
+def test_where_a_broken_link_leads_is_named(tmp_path):
+    path = write(tmp_path / "a.h5", IMAGES, LABELS)
+    with h5py.File(path, "a") as file:
+        file["train/x"] = h5py.ExternalLink("gone.nc", "t2m")
+        file["train/y"] = h5py.SoftLink("/labels")
+    with pytest.raises(hp.UsageError, match=r"train/x leads nowhere: .* to t2m in gone\.nc$"):
+        read(path, "train/x", "y")
+    with pytest.raises(hp.UsageError, match=r"train/y leads nowhere: .* to /labels$"):
+        read(path, "x", "train/y")
+
+
+OTHER_FORMATS = {  # first bytes, what the refusal says
+    "netCDF-3": (b"CDF\x02\0\0\0\0", "it is netCDF-3: 'nccopy -k nc4 old.nc new.nc' makes it HDF5"),
+    "HDF4": (b"\x0e\x03\x13\x01", "it is HDF4 or GRIB: write its values into an HDF5 file"),
+    "GRIB": (b"GRIB\0\0\0\x02", "it is HDF4 or GRIB"),
+    "MATLAB 5": (b"MATLAB 5.0 MAT-file", "it is arrays of NumPy or MATLAB"),
+    "a damaged file": (b"\x89HDF\r\n\x1a\n", "truncated|signature|superblock|Unable"),
+    "text": (b"x,y", "file signature not found"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_FORMATS)
+def test_other_formats_are_named(tmp_path, case):
+    start, said = OTHER_FORMATS[case]
+    (tmp_path / "a.nc").write_bytes(start + bytes(200))
+    with pytest.raises(hp.UsageError, match=r"a\.nc is not a readable HDF5 file: ") as caught:
+        read(tmp_path / "a.nc")
+    assert re.search(said, str(caught.value))
+    assert "train on it" not in str(caught.value)
