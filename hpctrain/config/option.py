@@ -226,7 +226,11 @@ def to_toml(table: Mapping[str, Any]) -> str:
 def parse_settings(name: str, summary: str, kind: type[S], words: Sequence[str]) -> S:
     """Parse and check the settings of a subcommand. Raises UsageError; exits for --help."""
     try:
-        parsed, unknown = make_parser(name, summary, kind).parse_known_args(words)
+        parser = make_parser(name, summary, kind)
+        parse = parser.parse_known_args
+        if not kind.usage:  # no command follows
+            parse = parser.parse_known_intermixed_args
+        parsed, unknown = parse(words)
     except argparse.ArgumentError as error:
         raise UsageError(str(error).removeprefix("argument ")) from None
     if unknown:

@@ -93,6 +93,17 @@ def test_odd_texts_are_accepted_or_refused_by_name(flag):
         assert flag in line or "nowhere" in line, text[:20]
 
 
+def test_options_may_stand_between_arguments(tmp_path):
+    """`predict RUN --trust-code IMAGES` means the same as with the option at the end."""
+    words = [["a", "b"], ["--runs-dir", tmp_path]]
+    orders = [[*words[0], *words[1]], [*words[1], *words[0]], ["a", *words[1], "b"]]
+    for order in orders:
+        ended = alone("compare", *order)
+        assert ended.code == 2
+        assert f"no run or sweep 'a' in {tmp_path}" in ended.err
+    assert "unexpected argument 'c'" in alone("compare", "a", *words[1], "b", "c").err
+
+
 def test_texts_that_mean_the_same_are_equal_and_are_kept_as_they_were_given():
     for name, first, second, other in (
         ("time_limit", "600s", "10m", "11m"),
