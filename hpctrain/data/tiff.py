@@ -67,7 +67,7 @@ def open_tiff(data: bytes, pages: bool, reason: str = "") -> TiffContents:
         height, width, samples = shape_of(first)
         colours = PHOTOMETRIC.get(int(first.photometric))
         if colours is None:
-            raise BadImage(f"a TIFF of {first.photometric.name} colours: convert it to RGB")
+            raise BadImage(f"a TIFF of {first.photometric.name} colours: convert it to RGB or gray")
         extra = [int(sample) for sample in first.extrasamples]
         alpha = extra[0] if len(extra) == 1 and count == 1 and samples == colours + 1 else 0
         orientation = int(tags.get(Tag.Orientation, 1))

@@ -26,7 +26,7 @@ from hpctrain.packing.decoding import Conversion
 from hpctrain.packing.sources import Source
 from hpctrain.packing.tiles import check_tiles, too_small
 from hpctrain.packing.workers import RunTasks
-from hpctrain.text import brief
+from hpctrain.text import listed_names
 
 FLOWERS_SIZE = Size("100x100")
 IMAGES_PER_TASK = 64  # of a task that reads; one that decodes has fewer
@@ -35,23 +35,26 @@ COLOUR = 3  # channels
 
 
 class Kinds:
-    """The types, or numbers of channels, of files: of each, the number of files and the first."""
+    """The types, or numbers of channels, of files: of each, the names of these files."""
 
     def __init__(self) -> None:
-        self.counts: dict[Any, int] = {}
-        self.examples: dict[Any, str] = {}
+        self.names: dict[Any, list[str]] = {}
 
     def add(self, kind: Any, name: str) -> None:
-        """Count a file."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        self.examples.setdefault(kind, name)
+        """Add a file."""
+        self.names.setdefault(kind, []).append(name)
 
     def listed(self, word: str) -> str:
-        """Return all kinds: "12 with 3 channels (a.png), 1 with 5 channels (b.tif)"."""
-        return ", ".join(
-            f"{count:,} {word.format(kind)} ({brief(self.examples[kind])})"
-            for kind, count in sorted(self.counts.items())
-        )
+        """Return all kinds: "12 with 3 channels (a.png), 2 with 5 channels (b.tif, c.tif)".
+
+        Of the kind of most files, one is named: the others are those to mend.
+        """
+        most = max(map(len, self.names.values()))
+        texts = []
+        for kind, names in sorted(self.names.items()):
+            examples = names[:1] if len(names) == most else names
+            texts.append(f"{len(names):,} {word.format(kind)} ({listed_names(examples)})")
+        return ", ".join(texts)
 
 
 class Choice(NamedTuple):
@@ -166,14 +169,16 @@ def requested_size(config: PackConfig) -> Size | None:
 
 def choose_channels(config: PackConfig, source: Source, channels: Kinds) -> int:
     """Return the number of channels of the pack. Raises UsageError if those of files differ."""
-    numbers = {*channels.counts}
+    numbers = {*channels.names}
     if numbers <= {1, COLOUR}:
         return max(numbers)
     if len(numbers) > 1:
+        advice = "give files of one kind, or --channels 1 or 3 for pictures"
+        if config.pages:
+            advice = "give files of equal numbers of pages"
         raise UsageError(
-            f"source {source.name}: images differ in channels:"
-            f" {channels.listed('with {:,}')}: give files of one kind, or --channels 1 or 3 for"
-            " pictures"
+            f"source {source.name}: images differ in channels: {channels.listed('with {:,}')}:"
+            f" {advice}"
         )
     if config.encoding == "jpeg":
         raise UsageError(
@@ -185,7 +190,7 @@ def choose_channels(config: PackConfig, source: Source, channels: Kinds) -> int:
 
 def choose_axes(source: Source, axes: Kinds) -> str:
     """Return the axes of the pages, "" if no file states them. Raises UsageError if they differ."""
-    stated = sorted({*axes.counts} - {""})
+    stated = sorted({*axes.names} - {""})
     if not stated:
         return ""
     if any(are_other_axes(text, stated[0]) for text in stated):
@@ -198,9 +203,11 @@ def choose_axes(source: Source, axes: Kinds) -> str:
 
 def choose_type(config: PackConfig, source: Source, types: Kinds) -> str:
     """Return the type of the pack's values. Raises UsageError for types that cannot be joined."""
-    names = {*types.counts} & {*TYPES}
-    if config.dtype == "uint8" or not names:
+    names = {*types.names} & {*TYPES}
+    if config.dtype == "uint8":
         return check_type("uint8", config)
+    if not names:  # no file can be kept: each is refused with the reason
+        return "uint8"
     if names == {"uint8", "uint16"}:
         if config.max_value is not None or config.nodata is not None:
             option = "max-value" if config.max_value is not None else "nodata"

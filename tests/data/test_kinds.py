@@ -131,7 +131,7 @@ def test_mixed_types_are_refused_with_counts_and_examples(tmp_path, capfd, size)
         },
     )
     said = refused(tmp_path, capfd, **size)
-    assert "images differ in type: 1 of float32 (b/x.npy), 3 of int16 (b/0.npy), 4 of uint8" in said
+    assert "1 of float32 (b/x.npy), 3 of int16 (b/0.npy, b/1.npy, b/2.npy), 4 of uint8 (a/0" in said
 
 
 @pytest.mark.parametrize("size", [{}, {"size": "9x8"}])
@@ -145,7 +145,7 @@ def test_mixed_channels_are_refused_with_counts_and_examples(tmp_path, capfd, si
         },
     )
     said = refused(tmp_path, capfd, **size)
-    assert "1 with 1 (b/x.png), 4 with 4 (a/0.npy), 3 with 5 (b/0.npy)" in said
+    assert "1 with 1 (b/x.png), 4 with 4 (a/0.npy), 3 with 5 (b/0.npy, b/1.npy, b/2.npy)" in said
 
 
 def test_a_page_that_is_missing_is_a_channel_that_is_missing(tmp_path, capfd):
@@ -159,7 +159,7 @@ def test_a_page_that_is_missing_is_a_channel_that_is_missing(tmp_path, capfd):
     assert facts(path)["provenance"]["pages"] == "channels"
     folder(root, {"b/1.tif": tiff(*(tiff_page(stacks["b/1.tif"][..., c]) for c in range(3)))})
     said = refused(tmp_path, capfd, pages="channels")
-    assert "1 with 3 (b/1.tif), 7 with 4 (a/0.tif)" in said
+    assert "1 with 3 (b/1.tif), 7 with 4 (a/0.tif): give files of equal numbers of pages" in said
 
 
 def test_pages_of_other_axes_are_refused_and_the_axes_are_printed(tmp_path, capfd):
@@ -191,6 +191,9 @@ def test_several_pages_are_refused_with_their_number(tmp_path, capfd):
     stack = tiff(*(tiff_page(values("uint16")[..., 0]) for _ in range(4)))
     folder(tmp_path / "images", {"a/x.tif": stack, "b/y.npy": values("uint16")})
     assert "a/x.tif: 4 pages in one TIFF" in refused(tmp_path, capfd)
+    (tmp_path / "images" / "b" / "y.npy").write_bytes(stack)
+    said = refused(tmp_path, capfd, nodata="nan")  # the reason is not that of an absent type
+    assert "a/x.tif: 4 pages in one TIFF" in said and "--nodata" not in said
 
 
 def test_dtype_uint8_reduces_as_before(tmp_path, capfd):
