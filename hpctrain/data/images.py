@@ -162,6 +162,7 @@ class Change(IntEnum):
     BYTES_TO_16_BITS = 1 << 15
     NODATA_STATED = 1 << 16
     RESIZED = 1 << 17  # from any other size; `pack` says only how the picture suffers
+    INVERTED = 1 << 18
 
 
 CHANGES = {
@@ -181,6 +182,7 @@ CHANGES = {
     Change.COLOUR_TO_GRAY: "in colour, converted to gray by --channels 1",
     Change.ENCODED: "encoded anew as JPEG",
     Change.BYTES_TO_16_BITS: "8-bit values, times 257, since others have 16 bits",
+    Change.INVERTED: "values of more than 8 bits in which 0 is white (WhiteIsZero), inverted",
     Change.NODATA_STATED: (
         "a nodata value (GDAL_NODATA {nodata}), which is kept as any other: --nodata says it"
     ),
@@ -524,6 +526,7 @@ def _gray_values(image: Image.Image, background: Background, changes: Changes) -
     changes.largest = int(values.max())
     clear = values == image.info.get("transparency", -1)
     if has_white_at_zero(image):
+        changes.kinds |= Change.INVERTED
         values = 65535 - values
     if clear.all():
         changes.kinds |= Change.EMPTY_ALPHA

@@ -35,6 +35,7 @@ from hpctrain.data.formats import (
     REVERSED,
     SIGNED,
     TIFF_START,
+    WHITE_IS_ZERO,
     TiffOnly,
     has_further_channels,
     has_white_at_zero,
@@ -50,6 +51,7 @@ from hpctrain.data.images import (
     ORIENTATIONS,
     SIDEWAYS,
     BadImage,
+    Change,
     Changes,
     Fit,
     OtherKind,
@@ -232,6 +234,8 @@ def tiff_contents(data: bytes, pages: bool = False, reason: str = "") -> Content
 
     def read(changes: Changes) -> Samples:
         changes.note_nodata(tiff.tags)
+        if tiff.tags.get(Tag.PhotometricInterpretation) == WHITE_IS_ZERO:
+            changes.kinds |= Change.INVERTED
         return tiff.read()
 
     return Contents(header.dtype, lambda: header, read)
@@ -353,6 +357,7 @@ def read_gray(image: Any, data: bytes, changes: Changes) -> Samples:
     if values is None:
         values, orientation = load_gray(image, data, dtype, changes)
     if has_white_at_zero(image):
+        changes.kinds |= Change.INVERTED
         values = invert(values, max(tags.get(Tag.BitsPerSample, (16,))))
     transparent = image.info.get("transparency")
     return Samples(

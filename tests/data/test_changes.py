@@ -43,6 +43,9 @@ CHANGED = {
         "deep.png": (png16(GRAYS.astype(np.uint16) * 257, GRAY), "reduced to 8"),
         "deep.tif": (tiff(tiff_page(PIXELS.astype(np.uint16) * 257, 2)), "reduced to 8"),
     },
+    "0 as white (WhiteIsZero of a TIFF), more than 8 bits": {
+        "negative.tif": (tiff(tiff_page(GRAYS.astype(np.uint16) * 257, 0)), "inverted"),
+    },
     "transparency": {
         "half.png": (encode(HALF), "laid over white"),
         "half16.png": (png16(HALF.astype(np.uint16) * 257, COLOUR_ALPHA), "laid over white"),
@@ -135,7 +138,7 @@ def test_every_row_of_the_table_is_said_and_counted(tmp_path, capfd):
     assert changed == {
         "stretched": 2,
         "enlarged": 1,
-        "sixteen_bits": 3,
+        "sixteen_bits": 4,
         "transparency": 2,
         "empty_alpha": 1,
         "further_channels": 1,
@@ -145,7 +148,8 @@ def test_every_row_of_the_table_is_said_and_counted(tmp_path, capfd):
         "colour_profile": 1,
         "nodata_stated": 1,
         "frames": 2,
-        "gray_to_colour": 2,
+        "gray_to_colour": 3,
+        "inverted": 1,
     }
     assert facts(path)["provenance"]["background"] == "white"
     plain = class_folders(tmp_path / "plain", {"a": 9, "b": 9})

@@ -115,7 +115,7 @@ def test_files_come_back_as_they_are_stored(name):
     assert values.dtype.name == dtype and values.dtype.isnative
     shape = (*expected.shape, 1)[:3]
     assert values.shape == shape and np.array_equal(values, expected.reshape(shape))
-    assert names_of_changes(changes) == set()
+    assert names_of_changes(changes) == ({"INVERTED"} if "white is 0" in name else set())
     assert read_header(data, OWN) == (13, 11, shape[2], dtype, "")
 
 
@@ -348,6 +348,18 @@ def test_planes_of_metamorph_are_in_one_page():
     for fit in (OWN, Fit(13, 11, 1)):
         with pytest.raises(BadImage, match="^3 pages in one TIFF.*--pages channels"):
             decode_stored(data, fit)
+
+
+def test_stored_values_in_which_0_is_white_are_inverted_which_is_noted():
+    import tifffile
+
+    compressed = io.BytesIO()
+    tifffile.imwrite(compressed, GRAYS, photometric="miniswhite", compression="lzw", metadata=None)
+    for data in (tiff(tiff_page(GRAYS, 0)), compressed.getvalue()):
+        for fit in (OWN, OWN._replace(pages=True)):
+            values, changes = decode_stored(data, fit)
+            assert np.array_equal(values[..., 0], 65535 - GRAYS)
+            assert names_of_changes(changes) == {"INVERTED"}
 
 
 def test_pages_must_agree_and_be_there():
