@@ -67,7 +67,7 @@ def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Datas
                 splits = [name for name, info in pack.splits.items() if info.samples]
                 parts += [Part([path], pack, split) for split in splits]
         else:
-            parts.append(open_others([*group], metadata, dataset, scale.nodata))
+            parts.append(open_external_rows([*group], metadata, dataset, scale.nodata))
     if dataset != Dataset() and all(part.is_pack for part in parts):
         raise UsageError(f"--images and --layout are not of packs, as {paths[0]}: leave them out")
     for part in parts:
@@ -110,7 +110,7 @@ def range_of(pack: Pack) -> tuple[float, float]:
     return float(statistics.low.min()), float(statistics.high.max())
 
 
-def open_others(
+def open_external_rows(
     paths: Sequence[str], metadata: Mapping[str, Any], dataset: Dataset, nodata: float | None
 ) -> Part:
     """Open HDF5 files that are no packs. Raises UsageError."""
