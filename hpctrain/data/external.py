@@ -332,9 +332,12 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
     usual = USUAL_OF_MATLAB if is_matlab else USUAL
     chosen = layout or usual.get(len(shape), "NHWC")
     if len(shape) not in (3, 4):
+        way = ""
+        if len(shape) == 2:
+            way = "say --layout HW if a file is one image, or "
         raise Unusable(
-            f"{name} have shape {shape}: write them anew, {reshaped(data, '.reshape(N, H, W)')}, or"
-            " (N, H, W, C)"
+            f"{name} have shape {shape}: {way}write them anew,"
+            f" {reshaped(data, '.reshape(N, H, W)')}, or (N, H, W, C)"
         )
     if 0 in shape:
         raise Unusable(f"{name} have shape {shape}: they hold nothing")
@@ -479,9 +482,12 @@ def number_names(names: np.ndarray, where: str) -> np.ndarray:
 def one_each(values: np.ndarray, name: str, samples: int) -> np.ndarray:
     """Return labels of one value per image as (N,), whatever axes there are. Raises Unusable."""
     if values.size != samples or max(values.shape, default=1) != samples:
+        way = ""
+        if values.size == 1:
+            way = "; if a file is one image, say --layout HWC, CHW or HW"
         raise Unusable(
             f"{name} have shape {values.shape}, and {samples:,} images need ({samples},) or one-hot"
-            f" ({samples}, K)"
+            f" ({samples}, K){way}"
         )
     return values.reshape(-1)
 

@@ -81,7 +81,10 @@ def find_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
         if way in file and file.get(way) is None:
             raise Unusable(f"{way} leads nowhere: it is a link to {link_target(file, way)}")
     if data is None:
-        raise Unusable(f"there is no dataset {name!r}; it holds {listed(file)}")
+        hint = ""
+        if "," in name:
+            hint = "; hp.write_pack makes channels of several datasets"
+        raise Unusable(f"there is no dataset {name!r}; it holds {listed(file)}{hint}")
     raise Unusable(f"{name} is not a dataset")
 
 

@@ -13,6 +13,8 @@ from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.packing.builtin import BUILT_IN
 from hpctrain.text import listed
 
+HDF5_ENDS = (".h5", ".hdf5", ".nc", ".nc4", ".mat")  # of names of files that a folder may hold
+
 
 def find_pack_path(data: str, cache_dir: str) -> Path:
     """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
@@ -40,8 +42,9 @@ def find_pack_path(data: str, cache_dir: str) -> Path:
     elif is_pattern(data):
         pass
     elif path.is_dir():
-        if any(path.glob("*.h5")):
-            pattern = shlex.quote(str(path / "*.h5"))
+        ends = [end for end in HDF5_ENDS if any(path.glob(f"*{end}"))]
+        if ends:
+            pattern = shlex.quote(str(path / f"*{ends[0]}"))
             raise UsageError(
                 f"--data {data} is a folder: name HDF5 files in it by a pattern, --data {pattern}"
             )
@@ -50,8 +53,8 @@ def find_pack_path(data: str, cache_dir: str) -> Path:
         )
     elif not path.is_file():
         names = [*BUILT_IN, *sorted(map(str, path.parent.glob("*.h5")))]
-        raise UsageError(
-            f"--data {data!r}: no such data set; there are {listed(names)}"
-            f"{did_you_mean(data, names)}"
-        )
+        hint = did_you_mean(data, names)
+        if "{" in data:
+            hint = "; a pattern of files has *, ?, [...] and **, but no braces"
+        raise UsageError(f"--data {data!r}: no such data set; there are {listed(names)}{hint}")
     return path

@@ -567,6 +567,28 @@ def empty(folder):
     write(folder / "scans/a/002.h5", IMAGES[:0], LABELS[:0])
 
 
+@pytest.mark.parametrize("end", [".h5", ".nc"])
+def test_what_stands_for_many_files_is_said(tmp_path, end):
+    for name in ("1990", "1991"):
+        write(tmp_path / f"{name}{end}", IMAGES[:20], LABELS[:20])
+    words = ["--images", "x", "--labels", "y", "--runs-dir", tmp_path / "runs"]
+    text = ranks.alone("--data", tmp_path, *words).err
+    assert f"is a folder: name HDF5 files in it by a pattern, --data '{tmp_path}/*{end}'" in text
+    text = ranks.alone("--data", f"{tmp_path}/199{{0,1}}{end}", *words).err
+    assert "a pattern of files has *, ?, [...] and **, but no braces" in text
+
+
+def test_files_of_one_image_are_said_to_need_a_layout(tmp_path):
+    write(tmp_path / "a.h5", IMAGES[0, ..., 0], 3)
+    with pytest.raises(hp.UsageError, match="say --layout HW if a file is one image, or write"):
+        read(tmp_path / "*.h5")
+    write(tmp_path / "a.h5", IMAGES[0], 3)
+    with pytest.raises(hp.UsageError, match="if a file is one image, say --layout HWC, CHW or HW"):
+        read(tmp_path / "*.h5")
+    with pytest.raises(hp.UsageError, match="; hp.write_pack makes channels of several datasets"):
+        read(tmp_path / "*.h5", images="x,y")
+
+
 BAD = {  # what happens to the set, what is named
     "another shape": (
         other_shape,
