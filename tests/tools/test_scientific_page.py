@@ -134,20 +134,28 @@ def test_microscopy_stacks(folder):
         for number in range(3):
             write(f"new_stacks/{name}{number}.tif", cell(rng, infected))
         for number in range(6):
+            for channel, plane in enumerate(cell(rng, infected, 2)):
+                slices = np.stack([plane - 9, plane, plane - 5])
+                write(f"plate/{name}/B02_f{number}_w{channel + 1}.tif", slices)
             parts = [[cell(rng, infected, 1)[0] for _ in range(4)] for _ in range(3)]
             write(f"slides/{name}/{number}.tif", np.block(parts))
             write("new_slide.tif", np.block(parts))
 
-    packed, _, _, predicted, tiled, _, _, slide = run_section("Microscopy stacks")
+    ended = run_section("Microscopy stacks")
+    packed, _, _, predicted, _, joined, tiled, _, _, slide = ended
+    assert "48 x 48 pixels, 2 channels, uint16" in joined.out
+    field = tifffile.imread("joined/healthy/B02_f3.tif")
+    planes = [tifffile.imread(f"plate/healthy/B02_f3_w{number}.tif")[1] for number in (1, 2)]
+    assert np.array_equal(field, planes)
     assert "5 channels, uint16 values from" in packed.out and "divided by 4095" in packed.out
     assert "64 x 64 pixels, 1 channel" in tiled.out
     check_learned("cells")
     check_learned("tiles")
     assert [row["prediction"] for row in rows_of("cells.csv")] == ["healthy"] * 3 + ["infected"] * 3
     assert Path("cells.png").is_file() and "6 images" in predicted.err + predicted.out
-    assert len(slide.out.splitlines()) == 2  # 144 x 192 pixels
-    assert slide.out.count("'") == 2 * 2 * 3
-    assert slide.out.count("infected") >= 5
+    assert len(slide.out.splitlines()) == 3  # 144 x 192 pixels
+    assert slide.out.count("'") == 2 * 3 * 3
+    assert slide.out.count("infected") >= 8
     held_out = {re.sub(r"\[.*", "", row["source"]) for row in rows_of("tiles.csv")}
     assert len(held_out) == 2, held_out
 
