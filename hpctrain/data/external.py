@@ -80,7 +80,7 @@ class ExternalContent(NamedTuple):
     """The content of an external file, by split; the first is train."""
 
     infos: dict[str, SplitInfo]
-    labels: dict[str, np.ndarray]  # (N,), as stored
+    labels: dict[str, np.ndarray]  # (N,), as stored; empty if they are not read
     layout: str
     units: str  # attributes of the images that are not applied, as `describe_units` returns them
     sizes: dict[str, int]  # bytes of all files that hold the data, by path
@@ -241,7 +241,7 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
             )
         content = content._replace(layout=choose_layout(images, content.layout), units=units)
         stored = locate_dataset(images, content.sizes)
-        content.labels[split] = np.zeros(len(images), np.int64)
+        content.labels[split] = np.empty(0, np.int64)
         if options.labels:
             labels = find_dataset(file, options.labels.replace("{split}", name))
             content.labels[split] = number_names(

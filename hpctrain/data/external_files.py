@@ -121,10 +121,11 @@ def join_files(
     except Unusable as error:
         raise UsageError(f"{path}: {error}") from None
     files = index.file_set(folder, is_sample=options.layout in ONE_SAMPLE)
+    samples = int(files.starts[-1])
     images = Stored(
         dataset=index.format.dataset,
         dtype=index.format.dtype,
-        shape=(len(labels), *index.format.shape),
+        shape=(samples, *index.format.shape),
         chunk_rows=int(files.chunk_rows.max()),
     )
     notes = list[str]()
@@ -133,7 +134,7 @@ def join_files(
         notes.append(f"{text} (in {count:,} of {counted(len(files.names), 'file')})")
     info = SplitInfo(
         path=path,
-        samples=len(labels),
+        samples=samples,
         images=images,
         targets=labels,
         files=files,
@@ -159,7 +160,7 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
         if is_sample:
             stored = stored._replace(shape=(1, *stored.shape), chunk_rows=0)
         rows = stored.shape[0]
-        texts = np.zeros(rows, np.int64)
+        texts = np.empty(0, np.int64)
         label_type = ""
         names = [images.name]
         if options.labels:

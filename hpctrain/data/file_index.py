@@ -66,7 +66,7 @@ class FileContent(NamedTuple):
     chunk_rows: int  # rows of a chunk; 0 = no chunks that hold several
     crc32: int  # of a probe of the images and of all labels
     notes: str  # for the user, on attributes that are not applied
-    labels: np.ndarray  # (rows,) int64, or strings
+    labels: np.ndarray  # (rows,) int64, or strings; empty if they are not read
 
 
 class MatchingFiles(NamedTuple):
