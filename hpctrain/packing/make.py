@@ -626,8 +626,17 @@ class PackChanges:
             )
 
     def say(self, source: Source, order: np.ndarray, fit: Fit) -> None:
-        """Print a line for each kind of change, with the images unless all were changed."""
+        """Print a line for each kind of change, with the images unless all were changed.
+
+        A file is decoded before it is cut: of tiles, files are counted.
+        """
+        paths = source.names
         total = len(order)
+        noun = "images"
+        if source.paths is not None:
+            paths = source.paths
+            total = len({paths[row] for row in order.tolist()})
+            noun = "files"
         for change, template in CHANGES.items():
             rows = order[(self.kinds & change) != 0]
             if len(rows):
@@ -637,10 +646,10 @@ class PackChanges:
                     frames=self.frames,
                     nodata=self.nodata,
                 )
-                names = listed_names(source.names[row] for row in np.sort(rows).tolist())
-                text = f"{what}: {len(rows):,} of {total:,} images"
-                if len(rows) < total:
-                    text += f": {names}"
+                names = [*dict.fromkeys(paths[row] for row in np.sort(rows).tolist())]
+                text = f"{what}: {len(names):,} of {total:,} {noun}"
+                if len(names) < total:
+                    text += f": {listed_names(names)}"
                 note(text)
 
     def say_values(self, conversion: Conversion, statistics: ChannelStatistics) -> None:

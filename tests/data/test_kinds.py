@@ -418,6 +418,16 @@ def test_tiles_of_equal_files_stay_together(tmp_path):
     assert facts(path)["provenance"]["duplicates"]["groups"] == 12
 
 
+def test_changes_of_tiles_are_counted_by_file(tmp_path, capfd):
+    half = np.full((12, 14, 4), 99, np.uint8)
+    half[:6, :, 3] = 0
+    files = {f"{label}/{i}.png": encode(picture(i, 12, 14)) for label in "ab" for i in range(3)}
+    root = folder(tmp_path / "images", {**files, "a/half.png": encode(half)})
+    make_pack(root, tmp_path / "a.h5", tiles="6x6", split="1")
+    said = capfd.readouterr().err
+    assert "transparency, laid over white (--background): 1 of 7 files: a/half.png\n" in said
+
+
 def test_tiles_that_do_not_fit_are_refused(tmp_path, capfd):
     folder(tmp_path / "images", scans())
     said = refused(tmp_path, capfd, tiles="9x8")
