@@ -142,13 +142,13 @@ def test_what_hdf5_would_read_as_zeros_is_refused_and_what_is_not_applied_is_sai
         said = capsys.readouterr().err
         assert "images of train: scale_factor of /x is not applied" in said
         assert "images of train: _FillValue of /x is not applied: nodata=0" in said
+        write(tmp_path / "c.h5", file["x"], nodata=0)
+        assert "_FillValue" not in capsys.readouterr().err
         splits = {"train": (file["x"], LABELS), "test": (IMAGES, LABELS)}
         with pytest.raises(
             hp.UsageError, match="'train': 'scale_factor 0.5', 'test': 'none'}: the"
         ):
             hp.write_pack(tmp_path / "b.h5", splits, "abc")
-        write(tmp_path / "c.h5", file["x"], nodata=0)
-        assert "_FillValue" not in capsys.readouterr().err
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         images = file.create_dataset("x", (7, 5, 4), "u1", chunks=(2, 5, 4))
         images[:4] = 1
