@@ -7,7 +7,7 @@ headers read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -243,9 +243,16 @@ def read_source(
     function: Callable[..., list[Any]],
     *options: Any,
     step: int = IMAGES_PER_TASK,
+    columns: Sequence[np.ndarray] = (),
 ) -> Generator[Any]:
-    """Yield the results of a function of slices for these images, `step` of them a task."""
-    starts = range(0, len(rows), step)
-    tasks = ((source.slices(rows[at : at + step]), *options) for at in starts)
+    """Yield the results of a function of slices for these images, `step` of them a task.
+
+    columns: what the function takes besides, each (N,) for all images of the source.
+    """
+    parts = (rows[at : at + step] for at in range(0, len(rows), step))
+    tasks = (
+        (source.slices(part), *(column[part].tolist() for column in columns), *options)
+        for part in parts
+    )
     for results in run_tasks("reading", function, tasks, len(rows)):
         yield from results

@@ -307,7 +307,7 @@ def find_equal_files(source: Source, run_tasks: RunTasks) -> None:
     _, numbers, counts = np.unique(keys, return_inverse=True, return_counts=True)
     rows = np.flatnonzero((counts[numbers] > 1) & (keys >= 0))
     if source.kind != "zip":
-        results = read_source(source, rows, run_tasks, workers.hash_parts)
+        results = read_source(source, rows, run_tasks, workers.hash_parts, columns=[keys])
         rows, _, numbers = group_by_digest(rows, results)
         rows = rows[np.bincount(numbers)[numbers] > 1]
     results = read_source(source, rows, run_tasks, workers.apply_to_files, workers.sha256)

@@ -106,7 +106,9 @@ class Source:
     def slices(self, rows: np.ndarray) -> list[Slice]:
         """Return where the bytes of the files of these images are."""
         if self.kind == "folder":
-            return [Slice(os.path.join(self.root, self.path_of(row))) for row in rows.tolist()]
+            folder = os.path.join(self.root, "")
+            paths = map((self.paths or self.names).__getitem__, rows.tolist())
+            return [Slice(path if path.startswith("/") else folder + path) for path in paths]
         return [Slice(self.root, *place) for place in self.places[rows].tolist()]
 
     def drop(self, reasons: Mapping[int, object], is_listed: bool = True) -> None:

@@ -59,12 +59,13 @@ def sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def hash_parts(slices: list[Slice]) -> list[bytes | BadImage]:
-    """Return the SHA-256 (n,) of a part in the middle of large files, of all bytes of others."""
+def hash_parts(slices: list[Slice], sizes: list[int]) -> list[bytes | BadImage]:
+    """Return the SHA-256 (n,) of a part in the middle of large files, of all bytes of others.
+
+    sizes: of the files in bytes, (n,).
+    """
     parts = []
-    for part, size in zip(slices, read_sizes(slices), strict=True):
-        if part.size >= 0:
-            size = part.size
+    for part, size in zip(slices, sizes, strict=True):
         if size > LEAST_LARGE:
             part = part._replace(offset=part.offset + size // 2, size=PART_BYTES)
         parts.append(part)
