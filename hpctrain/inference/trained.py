@@ -23,6 +23,7 @@ from hpctrain.config import Config, from_table, require_trust
 from hpctrain.data.file_set import is_pattern
 from hpctrain.data.formats import open_image, states_white
 from hpctrain.data.images import (
+    CHANGES,
     LOSSES,
     OTHER_SIZE,
     BadImage,
@@ -323,10 +324,12 @@ class Images:
         self._kinds = np.zeros(count, np.uint32)  # bits of Change, once images are read
         self._lows = np.zeros(count, np.float32)  # smallest values, in the network's scale
         self._highs = np.zeros(count, np.float32)
-        way = network.metadata["provenance"].get("fit")
-        self._are_resized_in_training = way in ("stretch", "crop")
+        provenance = network.metadata["provenance"]
+        changed = provenance.get("changed", {})
+        self._are_resized_in_training = provenance.get("fit") in ("stretch", "crop")
+        self._has_gray_in_training = Change.GRAY_TO_COLOUR.name.lower() in changed
         self._had_16_bits = (  # in `pack`, which has compared their values
-            Change.SIXTEEN_BITS.name.lower() in network.metadata["provenance"].get("changed", {})
+            Change.SIXTEEN_BITS.name.lower() in changed
         )
 
     def __len__(self) -> int:
@@ -366,6 +369,8 @@ class Images:
         }
         if not self._are_resized_in_training:
             texts[Change.RESIZED] = OTHER_SIZE
+        if not self._has_gray_in_training:
+            texts[Change.GRAY_TO_COLOUR] = CHANGES[Change.GRAY_TO_COLOUR]
         return {text: int(np.count_nonzero(self._kinds & change)) for change, text in texts.items()}
 
     def read_targets(self, indices: np.ndarray, bad: Bad) -> None:

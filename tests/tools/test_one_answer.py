@@ -379,6 +379,14 @@ def test_images_of_another_size_than_all_of_the_training_are_counted(tmp_path, c
     assert not capfd.readouterr().err
 
 
+def test_gray_files_are_counted_if_the_training_was_in_colour_alone(tmp_path, capfd):
+    colours = np.stack([X, X[::-1], X], axis=-1).astype("u1")
+    network = train_on(tmp_path, colours)
+    gray = Image.fromarray(X[0].astype("u1"))
+    network.predict([Image.fromarray(colours[0]), gray])
+    assert capfd.readouterr().err.endswith("of 2 images: 1 gray, repeated in 3 channels\n")
+
+
 def test_arrays_whose_channels_are_first_are_refused_with_what_moves_them(tmp_path):
     stored = np.stack([X, X, X], axis=-1).astype("u2")
     network = train_on(tmp_path, stored, max_value=4095.0)
