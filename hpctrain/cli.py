@@ -91,7 +91,9 @@ def main(argv: list[str] | None = None) -> int:
             failure = error  # all ranks agree on it and print it once
         if failure or COMMANDS[name].processes == RANKS:
             return start(name, settings, failure)
-        return int(importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main(settings))
+        with quick_imports():
+            run = importlib.import_module(f"hpctrain.{COMMANDS[name].module}").main
+        return int(run(settings))
     except Failure as error:  # one process, or several without MPI
         rank = launched_rank()
         where = ""

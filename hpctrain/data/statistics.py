@@ -24,7 +24,7 @@ import numpy as np
 from hpctrain.data.scale import can_hold, is_nodata
 from hpctrain.text import counted
 
-BLOCK_VALUES = 1 << 15  # added at a time: in float64, they stay in a core's cache
+BLOCK_BYTES = 1 << 17  # of values added at a time: in float64, they stay in a core's cache
 UNIT = 1074  # sums are integers, in units of 2 ** -UNIT, and sums of squares in its square
 BYTE_VALUES = np.arange(256)
 BITS = 53  # of the significand of float64
@@ -60,7 +60,7 @@ class ChannelStatistics:
         if pixels.dtype == np.uint8:
             self._add_bytes(pixels)
             return
-        step = max(1, BLOCK_VALUES // channels)
+        step = max(1, BLOCK_BYTES // (channels * pixels.itemsize))
         for start in range(0, len(pixels), step):
             self._add_block(np.ascontiguousarray(pixels[start : start + step].T))
 

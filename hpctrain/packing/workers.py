@@ -84,11 +84,6 @@ def read_sizes(slices: list[Slice]) -> list[int]:
 @contextmanager
 def start_workers(jobs: int) -> Iterator[RunTasks]:
     """Yield a function that runs tasks in `jobs` processes, or for one job in this process."""
-    from rich.progress import Progress  # a worker needs none of these
-
-    from hpctrain.report.console import Console
-    from hpctrain.watchdog import doing
-
     pool = None
     if jobs > 1:
         for name in ONE_THREAD:
@@ -117,9 +112,14 @@ def start_workers(jobs: int) -> Iterator[RunTasks]:
         images: int,
     ) -> Iterator[Any]:
         submitted = ((submit(function, task), len(task[0])) for task in tasks)
+        waiting = deque(islice(submitted, TASKS_AHEAD * jobs))
+        from rich.progress import Progress  # while the workers start, which need none of these
+
+        from hpctrain.report.console import Console
+        from hpctrain.watchdog import doing
+
         done = 0
         console = Console(stderr=True)
-        waiting = deque(islice(submitted, TASKS_AHEAD * jobs))
         with Progress(console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task(text, total=images)
             while waiting:
