@@ -217,6 +217,18 @@ def test_an_image_normalized_by_itself_has_the_same_bits_in_any_batch(dtype):
     assert np.array_equal(inputs_of(values[5:20], **settings), alone[5:20])
 
 
+@pytest.mark.parametrize("transform", [None, lambda inputs, key: inputs])
+def test_mean_and_deviation_of_an_image_are_those_before_flips_and_shifts(transform):
+    stored = images().double().permute(0, 3, 1, 2)
+    mean = stored.mean((2, 3), keepdim=True)
+    std = stored.std((2, 3), correction=0, keepdim=True)
+    pipeline = hp.Pipeline(
+        normalization="image", augmentation=FLIPS_AND_SHIFTS, transform=transform
+    )
+    expected = (moved(images()).double() * 255 - mean) / std
+    assert torch.allclose(pipeline.inputs(images(), KEY).double(), expected, atol=1e-5)
+
+
 def test_a_constant_channel_is_0_whatever_its_value():
     """They have no exact sum: mean and value must not differ by a rounding."""
     values = np.ones((2, 7, 11, 3)) * np.random.default_rng(0).random((99, 2, 1, 1, 3))
