@@ -20,7 +20,7 @@ import uuid
 import zlib
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -196,6 +196,13 @@ def describe_file(
         raise UsageError(
             f"--nodata {options.nodata:g}: {path} holds {stored_type.name}, which has no such value"
         )
+    provenance: dict[str, Any] = {
+        "source": os.path.basename(path),
+        "images": images.dataset,
+        "notes": content.notes,
+    }
+    if content.units:
+        provenance["units"] = content.units
     return Pack(
         path=path,
         uuid="",
@@ -203,12 +210,7 @@ def describe_file(
         classes=tuple(printable(str(value), newlines=False) for value in values.tolist()),
         splits={"train": content.infos[train]},
         sizes=content.sizes,
-        provenance={
-            "source": os.path.basename(path),
-            "images": images.dataset,
-            "notes": content.notes,
-            "units": content.units,
-        },
+        provenance=provenance,
         layout=content.layout,
         max_value=options.max_value,
         scale=Scale(

@@ -149,8 +149,8 @@ def check_units(pack: Pack, metadata: Mapping[str, Any]) -> None:
     """Raise UsageError for an external file whose stored values are of other units than before."""
     if pack.external is None:
         return
-    units = pack.provenance["units"]
-    trained = metadata["provenance"].get("units", units)
+    units = pack.provenance.get("units", "")
+    trained = metadata["provenance"].get("units", "")
     if units != trained:
         raise UsageError(
             f"{pack.path} is stored with {units or 'no scale_factor'}, the images of the training"
