@@ -376,6 +376,7 @@ def test_the_identity_is_of_what_the_file_holds(tmp_path):
     wide = IMAGES.astype("i8") + 2**40
     assert uuid(wide) == uuid(wide.astype(">i8"))
     assert uuid(wide) != uuid(changed.astype("i8") + 2**40), "float32 would not tell them apart"
+    assert uuid(wide, max_value=2.0) != uuid(wide, max_value=4.0)
 
 
 # What cannot be used: one line, which names the file; more of it in tests/contract/test_refused.py
