@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain.data.pack import Pack
 from hpctrain.data.scale import present_values
-from hpctrain.data.split import PROBED, Split
+from hpctrain.data.split import Split, probe_rows
 
 FAR = 1.0  # distance from all other values, in units of their range
 FAR_IF_NEGATIVE = 0.1  # likewise of the only negative value
@@ -82,6 +82,6 @@ def outlier_of_pack(pack: Pack) -> Outlier | None:
     if pack.dtype == np.uint8:
         return None
     with Split(pack, "train") as split:
-        rows = np.unique(np.arange(PROBED) * (len(split) - 1) // (PROBED - 1))
+        rows = probe_rows(len(split))
         images = split.gather(rows, np.empty((len(rows), *split.image_shape), split.dtype))
     return find_outlier(images, pack.scale.nodata)

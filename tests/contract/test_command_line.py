@@ -8,7 +8,9 @@ import shutil
 import sys
 import tomllib
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import hpctrain as hp
 from tests.support.launch import ROOT, Job, mpirun, run, run_cli, run_mpi
@@ -156,3 +158,16 @@ def test_training_imports_neither_a_compiler_nor_what_draws(place):
     words = ["--optimizer", "adamw", "--clip-norm", "1", "--run", "light"]
     done = run([sys.executable, "-c", code, "-", *SHORT, *words], cwd=place)
     assert re.search(r"^set\(\)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+
+
+def test_pack_imports_no_reader_that_it_does_not_need(tmp_path):
+    """Of Pillow's 45; numpy.ma, which np.unique imports, takes longer than to decode 100 files."""
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            values = np.full((4, 4), number, np.uint16)
+            Image.fromarray(values).save(tmp_path / "photos" / name / f"{number}.tif")
+    code = "import sys; from hpctrain.cli import main; main(sys.argv[1:])\n"
+    code += "print({'numpy.ma', 'PIL.FliImagePlugin', 'tifffile', 'torch'} & set(sys.modules))"
+    done = run([sys.executable, "-c", code, "pack", "photos", "--split", "0.5,0,0.5"], cwd=tmp_path)
+    assert done.stdout.endswith("set()\n"), done.stdout + done.stderr
