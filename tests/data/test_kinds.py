@@ -402,6 +402,15 @@ def test_tiles_are_the_pixels_of_their_place_and_miss_none(tmp_path, overlap, jo
         split.gather(np.arange(len(split)), np.empty((len(split), 6, 7, 2), np.uint16))  # checksums
 
 
+def test_neighbouring_tiles_share_the_overlap_and_the_last_one_more(tmp_path):
+    images = {f"{c}/x.npy": values("uint16", height=8, width=20) for c in "ab"}
+    path = make_pack(
+        folder(tmp_path / "images", images), tmp_path / "a.h5", split="1", tiles="8x8", overlap=3
+    )
+    columns = ("0:8", "5:13", "10:18", "12:20")
+    assert sorted(kept(path)) == sorted(f"{name}[0:8, {c}]" for name in images for c in columns)
+
+
 def test_tiles_of_equal_files_stay_together(tmp_path):
     files = {**scans(), **{f"b/{i}.npy": values("uint16", 2, 12, 14) for i in range(9)}}
     files["a/copy.npy"] = files["a/1.npy"]

@@ -414,9 +414,11 @@ def test_a_file_that_changes_without_another_size_or_time_is_read_again(
     assert names_of(opened) == ["001"]
 
 
-def test_a_file_written_a_moment_ago_is_read_again(tmp_path, opened):
-    """Another one of the same size may have the same time."""
+@pytest.mark.parametrize("when", [lambda folder: None, age])
+def test_a_file_written_a_moment_ago_is_read_again(tmp_path, opened, when):
+    """Another one of the same size may have the same time, or get it."""
     pattern = write_set(tmp_path, [3, 4])
+    when(tmp_path)
     for _ in range(2):
         read(pattern, split="1", cache_dir=tmp_path / "cache")
     assert names_of(opened) == ["000", "001"] * 2
