@@ -40,7 +40,10 @@ FREE = {
 #: Settings that the plan resolves to numbers of other names.
 RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize"}
 #: Facts that a plan holds as they are.
-FROM_FACTS = ("rows", "image_shape", "pack_uuid", "class_weights", "scaling", "split_seed")
+FROM_FACTS = (
+    *("rows", "image_shape", "pack_uuid", "class_weights", "scaling", "split_seed"),
+    "stored_range",
+)
 WARMUP_EPOCHS = 5.0  # by default if the learning rate grows with the batch
 WARMUP_FROM = 0.1  # fraction of the learning rate in the first step, if it does not
 
@@ -63,6 +66,7 @@ class Facts:
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
     scaling: Scaling = ()
     split_seed: int | None = None  # of the splits of an external file; None = those of a pack
+    stored_range: tuple[float, float] | None = None  # of all training images; None = not measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Plan:
     device: str = ""  # "cpu" or "cuda" with --deterministic: bits depend on it
     threads: int = 0  # CPU threads of a rank with --deterministic: bits depend on them
     split_seed: int | None = None  # of an external file; None also where --seed drew the splits
+    stored_range: tuple[float, float] | None = None  # with --normalize pack of an external file
     version: int = VERSION
 
     @cached_property

@@ -43,7 +43,7 @@ from hpctrain.training.normalization import choose_normalization, rounding_note
 from hpctrain.training.optimizer import freeze
 from hpctrain.training.probe import FIRST_ROWS
 from hpctrain.training.resume import PreviousLaunch
-from hpctrain.training.statistics import measure_training_images
+from hpctrain.training.statistics import describe_range, measure_training_images
 
 
 class Network(NamedTuple):
@@ -56,6 +56,7 @@ class Network(NamedTuple):
     augment: Imported | None  # function of --augment
     class_weights: tuple[float, ...]  # in the loss; () = all alike
     normalization: Normalization
+    stored_range: tuple[float, float] | None  # of all training images, if they were measured
     pipeline: Pipeline  # for training
     is_nchw: bool  # chosen because NHWC crashes
     notes: list[str]
@@ -72,10 +73,11 @@ def make_network(
     device = data.device
     begun = earlier.plan if earlier else None
     pack = data.pack
-    range_note = ""
+    stored_range = None
     if config.normalize == "pack" and pack.external and not begun:
-        mean, std, range_note = measure_training_images(data.train, comm)
-        pack = dataclasses.replace(pack, mean=mean, std=std)
+        measured = measure_training_images(data.train, comm)
+        pack = dataclasses.replace(pack, mean=measured.mean, std=measured.std)
+        stored_range = measured.stored_range
     with on_all(comm):
         model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
         frozen = freeze(model, config.freeze)
@@ -106,7 +108,7 @@ def make_network(
     )
     notes = [
         nchw,
-        range_note,
+        describe_range(stored_range, pack.scale),
         str(init or ""),
         scale_note(init, pack),
         split_note(init, pack),
@@ -122,6 +124,7 @@ def make_network(
         augment=augment,
         class_weights=weights,
         normalization=normalization,
+        stored_range=stored_range,
         pipeline=pipeline,
         is_nchw=bool(nchw),
         notes=notes,

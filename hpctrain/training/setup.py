@@ -138,6 +138,7 @@ def collect_facts(
         class_weights=network.class_weights,
         scaling=network.normalization,
         split_seed=pack.external["seed"] if pack.external else None,
+        stored_range=network.stored_range,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +24,16 @@ from hpctrain.watchdog import doing
 SAY_EVERY = 10.0  # seconds between two lines of progress
 
 
-def measure_training_images(
-    train: Split, comm: Comm
-) -> tuple[tuple[float, ...], tuple[float, ...], str]:
-    """Return mean and std, (C,) each, of all images of a split, divided as networks get them.
+class Measured(NamedTuple):
+    """What is known of all training images."""
 
-    The third result is a note if the range of all images goes far beyond that of those that were
-    probed, or "".
+    mean: tuple[float, ...]  # (C,), of divided values
+    std: tuple[float, ...]
+    stored_range: tuple[float, float]  # smallest and largest stored value
+
+
+def measure_training_images(train: Split, comm: Comm) -> Measured:
+    """Return the statistics of all images of a split.
 
     Collective. Raises the same error on all ranks for images that cannot be used.
     """
@@ -43,13 +47,15 @@ def measure_training_images(
     total, *others = allgather(comm, mine)
     for other in others:
         total.merge(other)
-    return *total.mean_and_std(train.divisor), describe_range(total, train.pack.scale)
+    mean, std = total.mean_and_std(train.divisor)
+    return Measured(mean, std, (float(total.low.min()), float(total.high.max())))
 
 
-def describe_range(statistics: ChannelStatistics, probed: Scale) -> str:
+def describe_range(stored_range: tuple[float, float] | None, probed: Scale) -> str:
     """Return a note if values go beyond the range of the probed images by more than its width."""
-    low = float(statistics.low.min())
-    high = float(statistics.high.max())
+    if stored_range is None:
+        return ""
+    low, high = stored_range
     width = probed.high - probed.low
     if probed.low - low <= width and high - probed.high <= width:
         return ""

@@ -71,12 +71,16 @@ def network_metadata(run: Run) -> dict[str, Any]:
         by_image["normalization"] = scaling
     elif scaling:
         mean, std = scaling
+    scale = run.pack.scale
+    if run.plan.stored_range is not None:
+        low, high = run.plan.stored_range
+        scale = scale._replace(low=low, high=high)
     return {
         "hpctrain": __version__,
         **{name: getattr(run.config, name) for name in OF_CONFIG},
         **{name: getattr(run.plan, name) for name in OF_PLAN},
         **{name: getattr(run.pack, name) for name in OF_PACK},
-        "scale": run.pack.scale._asdict(),
+        "scale": scale._asdict(),
         "mean": mean,
         "std": std,
         **by_image,

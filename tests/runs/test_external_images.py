@@ -274,6 +274,20 @@ def test_values_beyond_those_that_were_probed_are_said(comm, settings):
     assert said[1][0].startswith("the values of all training images are from -30000 to ")
 
 
+def test_a_network_takes_the_range_of_all_images_that_it_was_normalized_by(settings):
+    """Not that of the few that are read to recognise the file, as its own images go beyond it."""
+    images, labels = draw(3, "f4")
+    images = abs(images)
+    images[1] *= -50
+    write(Placed(1), settings, images, labels)
+    settings |= {"normalize": "pack", "split": "1"}
+    assert launch(settings, 2, leave=1).status == "preempted"
+    assert launch(settings, 1).status == "done"
+    network = hp.load(Path(settings["runs_dir"]) / settings["run"])
+    assert (network.scale.low, network.scale.high) == (images.min(), images.max())
+    assert len(network.predict(images)["prediction"]) == ROWS
+
+
 @pytest.mark.ranks(1)
 def test_max_value_of_a_pack_takes_the_place_of_its_own(comm, tmp_path):
     images, labels = draw(3, "u1")
