@@ -183,7 +183,7 @@ def test_values_that_mean_the_same_and_the_progress_are_not_compared(comm, setti
     [
         ("train --lr 0.1", "train --lr 0.2", "--lr differs between ranks: 0.1 on rank 0, 0.2 on"),
         ("train --seed 1", "evaluate a", "what is asked for differs between ranks: hpctrain train"),
-        ("predict a b", "predict a c", "--images differs between ranks: "),
+        ("predict a b", "predict a c", "--files differs between ranks: "),
     ],
 )
 def test_command_lines_that_differ_are_refused(comm, capfd, words, other, said):
