@@ -69,7 +69,7 @@ MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 fol
 USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
 USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
 # Attributes of netCDF
-UNITS = ("scale_factor", "add_offset", "_Unsigned")
+SCALE_ATTRIBUTES = ("scale_factor", "add_offset", "_Unsigned")
 FILL_VALUES = ("_FillValue", "missing_value")
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
@@ -82,7 +82,7 @@ class ExternalContent(NamedTuple):
     infos: dict[str, SplitInfo]
     labels: dict[str, np.ndarray]  # (N,), as stored; empty if they are not read
     layout: str
-    units: str  # attributes of the images that are not applied, as `describe_units` returns them
+    scale_attributes: str  # as `describe_scale_attributes` returns them
     sizes: dict[str, int]  # bytes of all files that hold the data, by path
     notes: list[str]
 
@@ -201,8 +201,8 @@ def describe_file(
         "images": images.dataset,
         "notes": content.notes,
     }
-    if content.units:
-        provenance["units"] = content.units
+    if content.scale_attributes:
+        provenance["scale_attributes"] = content.scale_attributes
     return Pack(
         path=path,
         uuid="",
@@ -229,19 +229,21 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
         infos={},
         labels={},
         layout=options.layout or "",
-        units="",
+        scale_attributes="",
         sizes={},
         notes=[],
     )
     for split, name in find_splits(file, options).items():
         images = find_dataset(file, options.images.replace("{split}", name))
-        units = describe_units(images)
-        if content.infos and units != content.units:
+        attributes = describe_scale_attributes(images)
+        if content.infos and attributes != content.scale_attributes:
             raise Unusable(
-                f"the images {images.name} are stored with {units or 'no scale_factor'}, those of"
-                f" train with {content.units or 'no scale_factor'}: {UNPACK}"
+                f"the images {images.name} are stored with {attributes or 'no scale_factor'}, those"
+                f" of train with {content.scale_attributes or 'no scale_factor'}: {UNPACK}"
             )
-        content = content._replace(layout=choose_layout(images, content.layout), units=units)
+        content = content._replace(
+            layout=choose_layout(images, content.layout), scale_attributes=attributes
+        )
         stored = locate_dataset(images, content.sizes)
         content.labels[split] = np.empty(0, np.int64)
         if options.labels:
@@ -259,10 +261,10 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
     return content
 
 
-def describe_units(images: h5py.Dataset) -> str:
+def describe_scale_attributes(images: h5py.Dataset) -> str:
     """Return the attributes of netCDF by which stored values become physical ones, or ""."""
     parts = []
-    for name in UNITS:
+    for name in SCALE_ATTRIBUTES:
         values = np.asarray(images.attrs.get(name, ())).reshape(-1)
         parts += [f"{name} {value}" for value in values.tolist()]
     return ", ".join(parts)
@@ -273,7 +275,7 @@ def describe_attributes(
 ) -> list[str]:
     """Return notes on attributes of netCDF that are not applied; `option` applies fill values."""
     notes = []
-    unused = [attribute for attribute in UNITS if attribute in images.attrs]
+    unused = [attribute for attribute in SCALE_ATTRIBUTES if attribute in images.attrs]
     if unused:
         verb = "is" if len(unused) == 1 else "are"
         notes.append(f"{listed(unused)} of {images.name} {verb} not applied")

@@ -45,13 +45,15 @@ class FileFormat(NamedTuple):
     dtype: str
     layout: str
     shape: tuple[int, ...]  # of a sample, as stored
-    units: str  # attributes by which stored values become physical ones, which are not applied
+    scale_attributes: (
+        str  # attributes by which stored values become physical ones, which are not applied
+    )
     labels: str  # "integers", "strings" or "one-hot of K"; "" = labels are not read
 
     def __str__(self) -> str:
         text = f"images of {self.dtype} {self.shape} in {self.layout}"
-        if self.units:
-            text += f", {self.units}"
+        if self.scale_attributes:
+            text += f", {self.scale_attributes}"
         if self.labels:
             text += f", and labels {self.labels}"
         return text
@@ -274,7 +276,7 @@ def join_contents(matching: MatchingFiles, contents: Sequence[FileContent]) -> I
         ]
         other = contents[unlike[0]].format
         advice = ""
-        if other.units != first.units:
+        if other.scale_attributes != first.scale_attributes:
             advice = f"; {UNPACK}"
         raise UsageError(
             f"{paths[0]} holds {other}, but {paths[1]} {first}:"

@@ -30,7 +30,7 @@ from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import ImageSource, Inference, find_model, require_split
-from hpctrain.inference.rows import check_nodata, check_units, range_of
+from hpctrain.inference.rows import check_nodata, check_scale_attributes, range_of
 from hpctrain.memory import keep_memory
 from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
@@ -221,7 +221,7 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
         path = find_pack_path(config.data or metadata["pack"], config.cache_dir)
         pack = read_in_scale(path, metadata["external"], network.scale, config.cache_dir)
         require_split(pack, config.split)
-        check_units(pack, metadata)
+        check_scale_attributes(pack, metadata)
         for name, value, trained in (
             ("images of shape", pack.image_shape, network.image_shape),
             ("classes", pack.classes, network.classes),

@@ -73,7 +73,7 @@ def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Datas
     for part in parts:
         pack = part.pack
         check_nodata(pack, scale)
-        check_units(pack, metadata)
+        check_scale_attributes(pack, metadata)
         if pack.image_shape != shape:
             raise UsageError(
                 f"{part.paths[0]} holds images {pack.image_shape} (H, W, C), read as {pack.layout},"
@@ -145,16 +145,16 @@ def without_count(note: str) -> str:
     return note.partition(" (in ")[0]
 
 
-def check_units(pack: Pack, metadata: Mapping[str, Any]) -> None:
-    """Raise UsageError for an external file whose stored values are of other units than before."""
+def check_scale_attributes(pack: Pack, metadata: Mapping[str, Any]) -> None:
+    """Raise UsageError for an external file whose `scale_attributes` are not those of the training."""
     if pack.external is None:
         return
-    units = pack.provenance.get("units", "")
-    trained = metadata["provenance"].get("units", "")
-    if units != trained:
+    attributes = pack.provenance.get("scale_attributes", "")
+    trained = metadata["provenance"].get("scale_attributes", "")
+    if attributes != trained:
         raise UsageError(
-            f"{pack.path} is stored with {units or 'no scale_factor'}, the images of the training"
-            f" with {trained or 'no scale_factor'}: {UNPACK}"
+            f"{pack.path} is stored with {attributes or 'no scale_factor'}, the images of the"
+            f" training with {trained or 'no scale_factor'}: {UNPACK}"
         )
 
 

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from hpctrain.config.values import DIVISORS, LARGEST_DIVISOR, LEAST_DIVISOR
-from hpctrain.data.external import describe_attributes, describe_units
+from hpctrain.data.external import describe_attributes, describe_scale_attributes
 from hpctrain.data.hdf5 import Unusable, locate_dataset
 from hpctrain.data.outliers import outlier_of_pack
 from hpctrain.data.pack import (
@@ -56,7 +56,7 @@ class SplitImages(NamedTuple):
     dtype: np.dtype  # as they come
     shape: tuple[int, int, int]  # (H, W, C)
     slabs: Callable[[], Iterator[np.ndarray]]  # (n, H, W, C) each, as they come; called once
-    units: str = ""  # attributes of a dataset that are not applied, as `describe_units` says
+    scale_attributes: str = ""  # of a dataset, as `describe_scale_attributes` returns them
 
 
 class Values(NamedTuple):
@@ -266,9 +266,9 @@ def _check_alike(images_of: Mapping[str, SplitImages]) -> None:
     types = {name: images.dtype.name for name, images in images_of.items()}
     if len({*types.values()}) > 1:
         raise UsageError(f"the splits differ in type: {types}: give all the same")
-    units = {name: images.units or "none" for name, images in images_of.items()}
-    if len({*units.values()}) > 1:
-        raise UsageError(f"the splits differ in scale_factor or add_offset: {units}: {UNPACK}")
+    attributes = {name: images.scale_attributes or "none" for name, images in images_of.items()}
+    if len({*attributes.values()}) > 1:
+        raise UsageError(f"the splits differ in scale_factor or add_offset: {attributes}: {UNPACK}")
 
 
 def _check_name(split: str) -> None:
@@ -334,7 +334,7 @@ def _open_array(name: str, images: Any, layout: str | None, nodata: float | None
     what = f"{name} are {images.dtype} of shape {shape}"
     dtype = _check_type(what, images.dtype)
     layout = _check_layout(what, shape, layout)
-    units = ""
+    attributes = ""
     if isinstance(images, h5py.Dataset) and os.path.isfile(images.file.filename):
         try:
             locate_dataset(images, {})  # HDF5 reads what was never written as zeros
@@ -342,7 +342,7 @@ def _open_array(name: str, images: Any, layout: str | None, nodata: float | None
             raise UsageError(f"{name}: {error}") from None
         for text in describe_attributes(images, nodata, "nodata="):
             _note(f"{name}: {text}")
-        units = describe_units(images)
+        attributes = describe_scale_attributes(images)
     step = max(1, SLAB_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
     source = getattr(images, "filename", None)  # of a memory map
     if isinstance(images, h5py.Dataset):
@@ -359,7 +359,7 @@ def _open_array(name: str, images: Any, layout: str | None, nodata: float | None
         dtype=dtype,
         shape=_as_nhwc(np.empty((0, *shape[1:])), layout).shape[1:],
         slabs=slabs,
-        units=units,
+        scale_attributes=attributes,
     )
 
 

@@ -204,7 +204,7 @@ def test_units_that_all_files_have_are_noted(tmp_path):
     pack = read(pattern, block_rows=0)
     note = "; scale_factor, add_offset of /x are not applied (in 8 of 8 files)"
     assert images_note(pack).endswith(note)
-    assert pack.provenance["units"] == "scale_factor 0.5, add_offset 280.0"
+    assert pack.provenance["scale_attributes"] == "scale_factor 0.5, add_offset 280.0"
 
 
 # Reading: a few files are open at a time
