@@ -44,7 +44,7 @@ from hpctrain.data.pack import (
     MOST_CHANNELS,
     ONE_SAMPLE,
     SPLITS,
-    UNPACK,
+    WRITE_PHYSICAL,
     ExternalOptions,
     Pack,
     SplitInfo,
@@ -239,7 +239,7 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
         if content.infos and attributes != content.scale_attributes:
             raise Unusable(
                 f"the images {images.name} are stored with {attributes or 'no scale_factor'}, those"
-                f" of train with {content.scale_attributes or 'no scale_factor'}: {UNPACK}"
+                f" of train with {content.scale_attributes or 'no scale_factor'}: {WRITE_PHYSICAL}"
             )
         content = content._replace(
             layout=choose_layout(images, content.layout), scale_attributes=attributes

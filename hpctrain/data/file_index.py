@@ -24,7 +24,7 @@ import numpy as np
 
 from hpctrain.cores import make_pool
 from hpctrain.data.file_set import FileSet, split_pattern
-from hpctrain.data.pack import UNPACK
+from hpctrain.data.pack import WRITE_PHYSICAL
 from hpctrain.errors import UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.text import counted
@@ -34,7 +34,7 @@ VERSION = 2  # part of the name of an index
 THREADS = 16  # that ask for the sizes of files: each request may take a network file system 1 ms
 FILES_AT_A_TIME = 64
 SETTLED = 2_000_000_000  # ns after which another change has another time
-IDENTIFYING = ("names", "sizes", "modified", "changed")  # columns that tell whether to read again
+COMPARED = ("names", "sizes", "modified", "changed")  # columns that tell whether to read again
 UNKNOWN = -1  # time of a change after which there may have been another
 
 
@@ -223,13 +223,13 @@ def _status(path: str) -> os.stat_result:
 def _is_current(index: Index, matching: MatchingFiles) -> bool:
     """Whether all files are those of the index, and no others."""
     return all(
-        np.array_equal(getattr(index, column), getattr(matching, column)) for column in IDENTIFYING
+        np.array_equal(getattr(index, column), getattr(matching, column)) for column in COMPARED
     )
 
 
 def _keys(files: Index | MatchingFiles) -> Iterator[tuple[Any, ...]]:
     """Yield what identifies the content of each file."""
-    return zip(*(getattr(files, column).tolist() for column in IDENTIFYING), strict=True)
+    return zip(*(getattr(files, column).tolist() for column in COMPARED), strict=True)
 
 
 def read_changed(
@@ -277,7 +277,7 @@ def join_contents(matching: MatchingFiles, contents: Sequence[FileContent]) -> I
         other = contents[unlike[0]].format
         advice = ""
         if other.scale_attributes != first.scale_attributes:
-            advice = f"; {UNPACK}"
+            advice = f"; {WRITE_PHYSICAL}"
         raise UsageError(
             f"{paths[0]} holds {other}, but {paths[1]} {first}:"
             f" {len(unlike):,} of {len(contents):,} files differ from the first{advice}"

@@ -27,9 +27,6 @@ CACHE_BYTES = 64 << 20  # size of HDF5's chunk cache, which holds all chunks of 
 SLOTS = 10007  # hash slots of this cache
 
 
-SIGNATURE = b"\x89HDF"
-
-
 class Unusable(Exception):
     """The file was opened but its content cannot be used; the text gives the reason."""
 
@@ -55,13 +52,13 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
 
 def name_other_format(path: str) -> str:
     """Return which format a file has that is no HDF5, and what to do with it; "" if unknown."""
-    from hpctrain.data.formats import SIGNATURE_BYTES, name_format  # imports Pillow
+    from hpctrain.data.formats import name_format  # imports Pillow
+    from hpctrain.data.listing import is_hdf5, read_start
 
-    with open(path, "rb") as file:
-        start = file.read(SIGNATURE_BYTES)
-    if start.startswith(SIGNATURE):  # a damaged one
+    if is_hdf5(path):  # a damaged one
         return ""
-    return f"it is {name_format(start)}" if name_format(start) else ""
+    other = name_format(read_start(path))
+    return other and f"it is {other}"
 
 
 def link_target(file: h5py.Group, name: str) -> str:

@@ -90,7 +90,7 @@ class SplitInfo(NamedTuple):
 
 
 #: What to do with images that differ in attributes of netCDF such as scale_factor.
-UNPACK = (
+WRITE_PHYSICAL = (
     "these attributes are not applied, so write files of physical values, as 'ncpdq -U old.nc"
     " new.nc' does"
 )

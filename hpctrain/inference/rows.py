@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.data.pack import UNPACK, ExternalOptions, Pack, SplitInfo, is_pack, read_pack
+from hpctrain.data.pack import WRITE_PHYSICAL, ExternalOptions, Pack, SplitInfo, is_pack, read_pack
 from hpctrain.data.scale import Scale, present_values, value_range
 from hpctrain.data.split import Bad, Split, probe_rows
 from hpctrain.errors import RunError, UsageError
@@ -146,7 +146,7 @@ def without_count(note: str) -> str:
 
 
 def check_scale_attributes(pack: Pack, metadata: Mapping[str, Any]) -> None:
-    """Raise UsageError for an external file whose `scale_attributes` are not those of the training."""
+    """Raise UsageError for an external file with other scale attributes than the training had."""
     if pack.external is None:
         return
     attributes = pack.provenance.get("scale_attributes", "")
@@ -154,7 +154,7 @@ def check_scale_attributes(pack: Pack, metadata: Mapping[str, Any]) -> None:
     if attributes != trained:
         raise UsageError(
             f"{pack.path} is stored with {attributes or 'no scale_factor'}, the images of the"
-            f" training with {trained or 'no scale_factor'}: {UNPACK}"
+            f" training with {trained or 'no scale_factor'}: {WRITE_PHYSICAL}"
         )
 
 

@@ -26,8 +26,8 @@ from hpctrain.data.pack import (
     LAYOUTS,
     MOST_CHANNELS,
     TYPES,
-    UNPACK,
     WIDENED,
+    WRITE_PHYSICAL,
     checksum,
     ordered,
     range_note,
@@ -268,7 +268,9 @@ def _check_alike(images_of: Mapping[str, SplitImages]) -> None:
         raise UsageError(f"the splits differ in type: {types}: give all the same")
     attributes = {name: images.scale_attributes or "none" for name, images in images_of.items()}
     if len({*attributes.values()}) > 1:
-        raise UsageError(f"the splits differ in scale_factor or add_offset: {attributes}: {UNPACK}")
+        raise UsageError(
+            f"the splits differ in scale_factor or add_offset: {attributes}: {WRITE_PHYSICAL}"
+        )
 
 
 def _check_name(split: str) -> None:
