@@ -118,8 +118,8 @@ def test_a_task_of_another_figure_has_its_curves(tmp_path, watch):
     pytest.importorskip("plotext")
     watching = watch(make_other(tmp_path / "one", 4.0, 2.0))
     watching.wait_for("one: done", "validation loss 0.5000 mae 2.0000", "q quit")
-    shown = watching.read()
-    assert re.search(" {9}loss {9,}mae {9}", shown) and "accuracy" not in shown
+    wait_for(lambda: re.search(" {9}loss {9,}mae {9}", watching.read()))  # drawn once they are read
+    assert "accuracy" not in watching.read()
 
 
 def test_many_runs_and_long_names_fit_a_small_terminal(tmp_path, watch):
