@@ -74,7 +74,7 @@ class Seconds(Value, float):
 class NoData(Value, float):
     """A number, or "nan", as it stands for no data. NaN equals NaN."""
 
-    advice = "a number that float64 has, or nan"
+    advice = "a number that float64 holds exactly, or nan"
 
     @staticmethod
     def parse(text: str) -> float:

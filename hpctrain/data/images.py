@@ -161,7 +161,7 @@ class Change(IntEnum):
     ENCODED = 1 << 14
     BYTES_TO_16_BITS = 1 << 15
     NODATA_STATED = 1 << 16
-    RESIZED = 1 << 17  # from any other size; `pack` says only how the picture suffers
+    RESIZED = 1 << 17  # from any other size; `pack` names enlarged, stretched and cut ones only
     INVERTED = 1 << 18
 
 
