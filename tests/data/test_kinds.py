@@ -293,7 +293,8 @@ def test_nodata_is_left_out_of_the_statistics(tmp_path, capfd):
     assert "no value of int16 images" in refused(tmp_path, capfd, nodata=0.5)
     assert "no value of int16 images" in refused(tmp_path, capfd, nodata="nan")
     for nodata in ("inf", 2**53 + 1):  # float64 would round it
-        assert "give a number that float64 holds exactly, or nan" in refused(tmp_path, capfd, nodata=nodata)
+        said = refused(tmp_path, capfd, nodata=nodata)
+        assert "give a number that float64 holds exactly, or nan" in said
 
 
 @pytest.mark.parametrize("nodata, is_noted", [(-9999, False), (-32768, True)])
