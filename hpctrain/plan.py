@@ -16,6 +16,7 @@ from typing import Any
 
 from hpctrain.config import Config, optimizer_and_rate
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch, even_shares
+from hpctrain.data.scale import Ranges
 from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import FACTS
 from hpctrain.text import brief, counted, listed, min_to_max
@@ -66,7 +67,7 @@ class Facts:
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
     scaling: Scaling = ()
     split_seed: int | None = None  # of the splits of an external file; None = those of a pack
-    stored_range: tuple[float, float] | None = None  # of all training images; None = not measured
+    stored_range: Ranges | None = None  # of all training images; None = not measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Plan:
     device: str = ""  # "cpu" or "cuda" with --deterministic: bits depend on it
     threads: int = 0  # CPU threads of a rank with --deterministic: bits depend on them
     split_seed: int | None = None  # of an external file; None also where --seed drew the splits
-    stored_range: tuple[float, float] | None = None  # with --normalize pack of an external file
+    stored_range: Ranges | None = None  # with --normalize pack of an external file
     version: int = VERSION
 
     @cached_property

@@ -55,8 +55,8 @@ from hpctrain.data.scale import (
     STORED,
     Scale,
     can_hold,
+    channel_ranges,
     is_nodata,
-    present_values,
     read_type,
     usual_divisor,
 )
@@ -113,10 +113,7 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
         options=options,
     )
     probes = {split: _probe_images(pack, info) for split, info in content.infos.items()}
-    scales = {
-        split: pack.scale._replace(low=probe.low, high=probe.high)
-        for split, probe in probes.items()
-    }
+    scales = {split: probe.scale for split, probe in probes.items()}
     splits: dict[str, SplitInfo] = {}
     divided_by = pack.scale.divisor if pack.scale.is_divided else 0.0
     identity = [content.layout, divided_by, options.labels]  # describes the content, not the path
@@ -128,6 +125,8 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
     for split, info in content.infos.items():
         if scales[split].is_unlike(scales[train]):
             content.notes.append(f"{split} has {scales[split]}, and train {scales[train]}")
+        elif unlike := scales[split].unlike_channels(scales[train]):
+            content.notes.append(f"{split} has {listed(unlike, separator='; ')} as in train")
         labels = content.labels[split]
         identity += [
             pack.dtype.name,
@@ -631,11 +630,10 @@ def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -
 
 
 class ProbedImages(NamedTuple):
-    """Some images of a file: their CRC-32, by which other ranks recognise it, and their range."""
+    """Some images of a file: their CRC-32, by which other ranks recognise it, and their scale."""
 
     crc32: int
-    low: float  # smallest and largest stored value
-    high: float
+    scale: Scale
     outlier: Outlier | None  # a value that may mark missing data
 
 
@@ -654,15 +652,12 @@ def _probe_images(pack: Pack, info: SplitInfo) -> ProbedImages:
         if info.files is not None:
             where = info.files.place_of(int(rows[place]), info.images.dataset)
         raise UsageError(f"{info.path}: {where} {unusable[place]}")
-    values = present_values(stored, scale.nodata)
-    low = float(values.min())
-    high = float(values.max())
-    if values.dtype.kind == "f":
-        low = float(f"{low:.6g}")
-        high = float(f"{high:.6g}")
+    lows, highs = channel_ranges(stored, scale.nodata)
+    if stored.dtype.kind == "f":
+        lows = tuple(float(f"{low:.6g}") for low in lows)
+        highs = tuple(float(f"{high:.6g}") for high in highs)
     return ProbedImages(
         crc32=probe_checksum(stored, scale.divisor),
-        low=low,
-        high=high,
+        scale=scale.with_ranges(lows, highs),
         outlier=find_outlier(stored, scale.nodata),
     )

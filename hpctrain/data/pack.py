@@ -298,7 +298,7 @@ def scale_of(dtype: str, max_value: float | None, statistics: ChannelStatistics)
     scale = Scale(dtype=dtype, divisor=divisor, nodata=statistics.nodata)
     if scale.is_bytes or not statistics.count.any():
         return scale
-    return scale._replace(low=float(statistics.low.min()), high=float(statistics.high.max()))
+    return scale.with_ranges(statistics.low.tolist(), statistics.high.tolist())
 
 
 def range_note(statistics: ChannelStatistics, scale: Scale, option: str) -> str:

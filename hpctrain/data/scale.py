@@ -9,7 +9,7 @@ doubt, and otherwise refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -31,6 +31,9 @@ DARK = 16.0  # with larger floats in the training, those in [0, 1] were divided 
 ROUNDING = 1e-3  # allowed for float16
 UNLIKE = 4.0  # ratio of largest values that is noted
 FAR = 8.0  # how many times larger than in the training stored values may be; 16 bits of 12 are 16
+
+#: Smallest and largest stored values of the channels, (C,) each.
+Ranges = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def read_type(stored: str) -> np.dtype:
@@ -123,6 +126,28 @@ def present_values(values: np.ndarray, nodata: float | None) -> np.ndarray:
     return np.asarray(values[~is_nodata(values, nodata)])
 
 
+def channel_ranges(images: np.ndarray, nodata: float | None) -> Ranges:
+    """Return the smallest and the largest finite value of each channel of images (..., C), as two
+    tuples (C,), without `nodata`. A channel without values has inf and -inf.
+    """
+    values = images.reshape(-1, images.shape[-1])
+    is_left_out = ~np.isfinite(values) if values.dtype.kind == "f" else np.zeros((), bool)
+    if nodata is not None:
+        is_left_out = is_left_out | is_nodata(values, nodata)
+    lows = values
+    highs = values
+    if is_left_out.any():
+        lows = np.where(is_left_out, np.inf, values)
+        highs = np.where(is_left_out, -np.inf, values)
+    channels = range(
+        values.shape[1]
+    )  # one by one: NumPy is slow over the first axis of few columns
+    return (
+        tuple(float(lows[:, channel].min()) for channel in channels),
+        tuple(float(highs[:, channel].max()) for channel in channels),
+    )
+
+
 def is_not_finite(values: np.ndarray, nodata: float | None) -> np.ndarray:
     """Return where floats are infinite, or NaN that is not `nodata`, as bool."""
     if nodata is not None and np.isnan(nodata):
@@ -138,6 +163,8 @@ class Scale(NamedTuple):
     low: float = 0.0  # smallest and largest stored value of the images that were probed
     high: float = 255.0
     nodata: float | None = None  # stored value that marks missing data; NaN = NaN
+    lows: Sequence[float] = ()  # likewise of each channel, (C,); () = not known
+    highs: Sequence[float] = ()
 
     @property
     def is_bytes(self) -> bool:
@@ -204,8 +231,59 @@ class Scale(NamedTuple):
             return True
         return max(self.reach, other.reach) > UNLIKE * min(self.reach, other.reach)
 
+    def with_ranges(self, lows: Sequence[float], highs: Sequence[float]) -> Scale:
+        """Return this scale with the range of each channel, (C,), and that of all.
+
+        A channel without values has inf and -inf.
+        """
+        has_values = [low <= high for low, high in zip(lows, highs, strict=True)]
+        if not any(has_values):
+            return self
+        return self._replace(
+            low=min(lows),
+            high=max(highs),
+            lows=tuple(np.where(has_values, lows, 0.0).tolist()),
+            highs=tuple(np.where(has_values, highs, 0.0).tolist()),
+        )
+
+    def unlike_channels(self, trained: Scale) -> list[str]:
+        """Describe the channels whose values are unlike those of the same channels in a training.
+
+        They are much larger, or alone negative, or no value is in the range of the training, as of
+        temperatures in Celsius that were in kelvins. Smaller values are like those of the training.
+        """
+        if len(self.lows) != len(trained.lows):
+            return []
+        texts = []
+        for number, channel in enumerate(self.channels):
+            usual = trained.channels[number]
+            margin = ROUNDING * usual.reach
+            inputs = channel.low / channel.divisor, channel.high / channel.divisor
+            is_above = inputs[0] > usual.high / usual.divisor + margin
+            is_below = inputs[1] < usual.low / usual.divisor - margin
+            is_larger = channel.reach > UNLIKE * usual.reach
+            is_negative = channel.is_signed and not usual.is_signed
+            if is_above or is_below or is_larger or is_negative:
+                texts.append(f"channel {number} {channel.range_text}, not {usual.range_text}")
+        return texts
+
+    @property
+    def channels(self) -> list[Scale]:
+        """A scale for each channel, (C,), with its range; none if the ranges are not known."""
+        ranges = zip(self.lows, self.highs, strict=True)
+        return [self._replace(low=low, high=high, lows=(), highs=()) for low, high in ranges]
+
+    def as_metadata(self) -> dict[str, Any]:
+        """Return the fields as the file of a network holds them: without ranges not known."""
+        return {name: value for name, value in self._asdict().items() if value != ()}
+
+    @property
+    def range_text(self) -> str:
+        """The range of the values, as "from 0 to 4,095"."""
+        return f"from {self.low:g} to {self.high:g}"
+
     def __str__(self) -> str:
-        text = f"{self.dtype} values from {self.low:g} to {self.high:g}"
+        text = f"{self.dtype} values {self.range_text}"
         if self.divisor != 1:
             text += f", divided by {self.divisor:g}"
         if self.nodata is not None:

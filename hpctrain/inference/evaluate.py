@@ -46,7 +46,7 @@ from hpctrain.tasks.functions import import_own
 from hpctrain.tasks.mistakes import Answer, Mistakes
 from hpctrain.tasks.tally import MetricFigures, Tally, find_tally
 from hpctrain.tasks.task import Caption, Task
-from hpctrain.text import brief, say
+from hpctrain.text import brief, listed, say
 from hpctrain.torch_errors import explain_errors
 from hpctrain.watchdog import started
 
@@ -282,6 +282,8 @@ def read_in_scale(
             pack = open_external(path, options._replace(max_value=divisor), cache_dir)
     if (options or not pack.scale.is_bytes) and pack.scale.is_unlike(scale):
         say(f"{pack.path} holds {pack.scale}; the training was on {scale}", sys.stderr)
+    elif unlike := pack.scale.unlike_channels(scale):
+        say(f"{pack.path}: {listed(unlike, separator='; ')} as in the training", sys.stderr)
     return replace(pack, scale=pack.scale._replace(nodata=scale.nodata))
 
 

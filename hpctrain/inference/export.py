@@ -122,7 +122,10 @@ def main(config: ExportConfig) -> int:
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
             metadata = {key: network.metadata.get(key) for key in KEPT}
-            metadata["scale"] = {**network.scale._asdict(), "nodata": nodata_text(network.scale)}
+            metadata["scale"] = {
+                **network.scale.as_metadata(),
+                "nodata": nodata_text(network.scale),
+            }
             metadata |= {"preprocess": config.preprocess, "output": network.inference.task.output}
             expected = network_output(model, inputs, "fp32")
             if config.preprocess:

@@ -141,12 +141,11 @@ def table_rows(
 
 def say_changes(images: Images, scale: Scale, comm: Comm) -> None:
     """Print lines on what images have lost in decoding, and on another range. Collective."""
-    by_rank = allgather(comm, (images.count_losses(), images.limits))
+    by_rank = allgather(comm, (images.count_losses(), *images.ranges))
     if comm.rank != 0:
         return
-    counts, limits = zip(*by_rank, strict=True)
-    lows, highs = zip(*limits, strict=True)
-    say_range(images, scale, min(lows), max(highs))
+    counts, lows, highs = zip(*by_rank, strict=True)
+    say_range(images, scale, np.min(lows, axis=0), np.max(highs, axis=0))
     say_losses(images, sum(map(Counter, counts), Counter()))
 
 

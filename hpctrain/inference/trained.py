@@ -35,7 +35,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.listing import is_archive, is_hdf5, list_folder
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.scale import FULL, Scale, present_values, unit_values
+from hpctrain.data.scale import FULL, Scale, channel_ranges, present_values, unit_values
 from hpctrain.data.slices import read_file
 from hpctrain.data.split import Bad
 from hpctrain.data.values import decode_reduced, decode_stored, is_npy, load_array
@@ -119,6 +119,10 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         if type(scale[name]) not in types:
             raise TypeError(f"{name} of its scale is {brief(scale[name], 40)}")
     np.dtype(scale["dtype"])  # or it raises TypeError
+    for name in ("lows", "highs"):
+        values = scale.get(name, ())  # () in files of earlier versions, too
+        if len(values) not in (0, channels) or any(type(value) not in NUMBERS for value in values):
+            raise ValueError(f"{name} of its scale is {brief(values, 40)}")
     if bool(metadata["mean"]) != bool(metadata["std"]):
         raise ValueError("there is a mean without std, or std without mean")
 
@@ -210,7 +214,7 @@ class TrainedNetwork:
             pixels = np.empty((len(opened), *self.image_shape), opened.dtype)
             opened.gather(np.arange(len(opened)), pixels, bad=bad)
         refuse_unusable(bad, len(opened))
-        say_range(opened, self.scale, *opened.limits)
+        say_range(opened, self.scale, *opened.ranges)
         say_losses(opened, opened.count_losses())
         return self.inference.pipeline.inputs(torch.from_numpy(pixels), divisor=opened.divisor)
 
@@ -243,7 +247,7 @@ class TrainedNetwork:
             bad |= block.bad
         if not skip_bad:
             refuse_unusable(bad, len(opened), ": skip_bad=True leaves them out")
-        say_range(opened, self.scale, *opened.limits)
+        say_range(opened, self.scale, *opened.ranges)
         say_losses(opened, opened.count_losses())
         if "row" in columns:
             columns["row"] = columns["row"].astype(np.int64)
@@ -322,8 +326,9 @@ class Images:
             self.divisor = self._scale.divisor_of(arrays)
         self.are_files = any(isinstance(image, Path) for image in self._images)
         self._kinds = np.zeros(count, np.uint32)  # bits of Change, once images are read
-        self._lows = np.zeros(count, np.float32)  # smallest values, in the network's scale
-        self._highs = np.zeros(count, np.float32)
+        channels = self.image_shape[2]
+        self._lows = np.full((count, channels), np.inf, np.float32)  # as stored for the training
+        self._highs = np.full((count, channels), -np.inf, np.float32)
         provenance = network.metadata["provenance"]
         changed = provenance.get("changed", {})
         self._are_resized_in_training = provenance.get("fit") in ("stretch", "crop")
@@ -356,11 +361,12 @@ class Images:
             self._rows.close()
 
     @property
-    def limits(self) -> tuple[float, float]:
-        """The smallest and the largest value that was read, as it was stored; of bytes 0 and 0."""
-        low = float(self._lows.min(initial=0))
-        high = float(self._highs.max(initial=0))
-        return low * self._scale.divisor, high * self._scale.divisor
+    def ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """The smallest and the largest value of each channel, (C,), as stored for the training.
+
+        They are inf and -inf if no image was read, and of bytes.
+        """
+        return self._lows.min(axis=0, initial=np.inf), self._highs.max(axis=0, initial=-np.inf)
 
     def count_losses(self) -> dict[str, int]:
         """Return how many of the images read so far have lost something, by what it is."""
@@ -404,8 +410,10 @@ class Images:
                 elif not (is_finite(present_values(values, nodata)) and is_finite(unit)):
                     bad[row] = f"{self.source_of(row)} holds NaN or infinite values"
                 elif not self._scale.is_bytes:
-                    self._lows[row] = unit.min()
-                    self._highs[row] = unit.max()
+                    lows, highs = channel_ranges(image, nodata)
+                    units = self._scale.divisor / self.divisor
+                    self._lows[row] = np.multiply(lows, units)
+                    self._highs[row] = np.multiply(highs, units)
 
         with decode_threads(self._threads) as threads:
             list(threads.map(read, out, indices.tolist(), images))
@@ -660,15 +668,17 @@ def _begins(is_such: Callable[[str], bool], path: Path) -> bool:
         return False
 
 
-def say_range(images: Images, scale: Scale, low: float, high: float) -> None:
-    """Print a line if images with values from `low` to `high` are unlike those of a training."""
-    seen = scale._replace(low=low, high=high)
-    if seen.reach and seen.is_unlike(scale):
-        say(
-            f"{counted(len(images), 'image')} with values from {low:g} to {high:g}; the training"
-            f" was on {scale}",
-            sys.stderr,
-        )
+def say_range(images: Images, scale: Scale, lows: np.ndarray, highs: np.ndarray) -> None:
+    """Print a line if images are unlike those of a training, by the range of each channel, (C,)."""
+    if not (lows <= highs).any():
+        return
+    seen = scale.with_ranges(lows.tolist(), highs.tolist())
+    start = counted(len(images), "image")
+    unlike = seen.unlike_channels(scale)
+    if seen.is_unlike(scale):
+        say(f"{start} with values {seen.range_text}; the training was on {scale}", sys.stderr)
+    elif unlike:
+        say(f"{start} with {listed(unlike, separator='; ')} as in the training", sys.stderr)
 
 
 def say_losses(images: Images, losses: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ from hpctrain.data.loader import read_samples
 from hpctrain.data.pack import Pack, describe_drawing
 from hpctrain.data.partition import random_key
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.scale import Scale
+from hpctrain.data.scale import Ranges, Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
@@ -38,6 +38,7 @@ from hpctrain.parallel.mpi import Comm, agreed, check_equal_on_all, minimum, on_
 from hpctrain.plan import model_name
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
+from hpctrain.text import listed
 from hpctrain.training.data import TrainingData
 from hpctrain.training.normalization import choose_normalization, rounding_note
 from hpctrain.training.optimizer import freeze
@@ -56,7 +57,7 @@ class Network(NamedTuple):
     augment: Imported | None  # function of --augment
     class_weights: tuple[float, ...]  # in the loss; () = all alike
     normalization: Normalization
-    stored_range: tuple[float, float] | None  # of all training images, if they were measured
+    stored_range: Ranges | None  # of all training images, if they were measured
     pipeline: Pipeline  # for training
     is_nchw: bool  # chosen because NHWC crashes
     notes: list[str]
@@ -175,7 +176,10 @@ def scale_note(init: InitialWeights | None, pack: Pack) -> str:
         return ""
     trained = Scale(**init.stored)
     if trained.is_like(pack.scale):
-        return ""
+        unlike = pack.scale.unlike_channels(trained)
+        if not unlike:
+            return ""
+        return f"{pack.path}: {listed(unlike, separator='; ')} as in the training of --init"
     return f"--init {init.path}: its training was on {trained}; this one is on {pack.scale}"
 
 

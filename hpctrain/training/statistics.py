@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.scale import Scale
+from hpctrain.data.scale import Ranges, Scale
 from hpctrain.data.split import Split
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.parallel.mpi import Comm, allgather, on_all
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
     mean: tuple[float, ...]  # (C,), of divided values
     std: tuple[float, ...]
-    stored_range: tuple[float, float]  # smallest and largest stored value
+    stored_range: Ranges
 
 
 def measure_training_images(train: Split, comm: Comm) -> Measured:
@@ -48,14 +48,16 @@ def measure_training_images(train: Split, comm: Comm) -> Measured:
     for other in others:
         total.merge(other)
     mean, std = total.mean_and_std(train.divisor)
-    return Measured(mean, std, (float(total.low.min()), float(total.high.max())))
+    return Measured(mean, std, (tuple(total.low.tolist()), tuple(total.high.tolist())))
 
 
-def describe_range(stored_range: tuple[float, float] | None, probed: Scale) -> str:
+def describe_range(stored_range: Ranges | None, probed: Scale) -> str:
     """Return a note if values go beyond the range of the probed images by more than its width."""
     if stored_range is None:
         return ""
-    low, high = stored_range
+    measured = probed.with_ranges(*stored_range)
+    low = measured.low
+    high = measured.high
     width = probed.high - probed.low
     if probed.low - low <= width and high - probed.high <= width:
         return ""

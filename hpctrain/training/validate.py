@@ -73,14 +73,13 @@ def network_metadata(run: Run) -> dict[str, Any]:
         mean, std = scaling
     scale = run.pack.scale
     if run.plan.stored_range is not None:
-        low, high = run.plan.stored_range
-        scale = scale._replace(low=low, high=high)
+        scale = scale.with_ranges(*run.plan.stored_range)
     return {
         "hpctrain": __version__,
         **{name: getattr(run.config, name) for name in OF_CONFIG},
         **{name: getattr(run.plan, name) for name in OF_PLAN},
         **{name: getattr(run.pack, name) for name in OF_PACK},
-        "scale": scale._asdict(),
+        "scale": scale.as_metadata(),
         "mean": mean,
         "std": std,
         **by_image,

@@ -589,7 +589,7 @@ def test_one_divisor_for_each_type(tmp_path, dtype, max_value, chunks):
     pack = read(write(tmp_path / "a.h5", images, LABELS, chunks=chunks), max_value=max_value)
     divisor = max_value or {"u1": 255.0, "u2": 65535.0, ">u2": 65535.0}.get(dtype, 1.0)
     name = images.dtype.name
-    assert pack.scale == (READ_AS.get(name, name), divisor, 0, 1, None)
+    assert pack.scale == (READ_AS.get(name, name), divisor, 0, 1, None, (0, 0, 0), (1, 1, 1))
     with hp.Split(pack, "train") as split:
         assert hp.read_samples(split, range(50)).max().item() == pytest.approx(1 / divisor)
 
