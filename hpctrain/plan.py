@@ -16,13 +16,14 @@ from typing import Any
 
 from hpctrain.config import Config, optimizer_and_rate
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch, even_shares
-from hpctrain.data.scale import Ranges
 from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import FACTS
 from hpctrain.text import brief, counted, listed, min_to_max
 
 #: Mean and std by channel; () = images in [0, 1]; "image" = each channel of each image by itself.
 Scaling = tuple[tuple[float, ...], ...] | str
+#: Smallest and largest stored values of the channels, (C,) each.
+Ranges = tuple[tuple[float, ...], ...]
 #: Meaning of a plan's numbers. A default that changes raises it; a setting or field that is added
 #: does not, as it has no part in a digest at its default.
 VERSION = 3
