@@ -62,6 +62,7 @@ from hpctrain.data.scale import (
 )
 from hpctrain.data.split import Split, find_unusable, probe_checksum
 from hpctrain.data.stored import Stored, as_bytes
+from hpctrain.data.targets import Targets
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import brief, counted, listed, printable
 
@@ -206,7 +207,9 @@ def describe_file(
         path=path,
         uuid="",
         image_shape=(height, width, channels),
-        classes=tuple(printable(str(value), newlines=False) for value in values.tolist()),
+        targets=Targets(
+            "class", tuple(printable(str(value), newlines=False) for value in values.tolist())
+        ),
         splits={"train": content.infos[train]},
         sizes=content.sizes,
         provenance=provenance,

@@ -3,7 +3,8 @@
 Root attributes: ``format``, ``version``, ``classes`` (UTF-8 strings), ``image_shape`` (H, W, C),
 ``fit`` (of JPEG files: "stretch" to that size, or first "crop" to its proportions, centred; else
 empty), ``mean`` and ``std`` (per channel of train, of values divided as ``Scale`` says),
-``provenance`` (JSON), ``targets`` (JSON, what kind they are: {"kind": "class"}) and ``scale``
+``provenance`` (JSON), ``targets`` (JSON, their kind: {"kind": "class"}, {"kind": "classes"} or
+{"kind": "values", "columns": [names]}; then ``classes`` is empty) and ``scale``
 (JSON: ``dtype`` of the images, ``max_value`` that becomes 1.0 or null, the ``nodata`` value, "nan"
 or null, and the statistics of train by channel, without nodata, as stored: ``count``, ``low``,
 ``high``, and exactly, as texts, ``sum`` and ``sum_of_squares``). The root's dataset ``identity``,
@@ -14,8 +15,10 @@ contiguous datasets:
                 YCbCr and upright,
     bytes       (B,) uint8, the files one after another, and
     offsets     (N + 1,) int64: file i is bytes[offsets[i]:offsets[i + 1]]
-    targets     (N,) int32, classes
-    crc32       (N,) uint32: zlib.crc32(image, class), of the image's bytes, seeded by its class
+    targets     (N,) int32, the class; or (N, K) uint8, whether it has each class: 0, 1, or 255 for
+                unknown; or (N, T) float32 values, NaN for unknown
+    crc32       (N,) uint32: zlib.crc32(image, class), of the image's bytes, seeded by its class;
+                or zlib.crc32(image, zlib.crc32(target))
     names, name_offsets   likewise uint8 and int64: where each sample comes from, if it is kept
 
 ``read_pack`` checks on rank 0 everything that reading by offset relies on. With its result, which
@@ -41,6 +44,7 @@ from hpctrain.data.file_set import is_pattern
 from hpctrain.data.scale import BYTES, FULL, Scale, read_type, usual_maximum
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
+from hpctrain.data.targets import Targets
 from hpctrain.errors import UsageError
 from hpctrain.text import counted, listed, printable
 
@@ -53,7 +57,6 @@ FORMAT = "hpctrain-pack"
 VERSION = 4
 TYPES = ("uint8", "uint16", "int16", "float32")  # of images in packs; little endian
 WIDENED = {"bool": "uint8", "int8": "int16", "float16": "float32"}  # others, without a loss
-CLASS_TARGETS = {"kind": "class"}  # what the targets of a pack are
 ALIASES = {  # common names of splits
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -79,7 +82,7 @@ class SplitInfo(NamedTuple):
     path: str  # the file with all these arrays
     samples: int
     images: Stored  # pixels, or the bytes of JPEG files
-    targets: Stored | np.ndarray  # classes; an array (N,): of an external file
+    targets: Stored | np.ndarray  # (N, ...), as `Pack.targets` says; an array: of an external file
     crc32: Stored | None = None
     offsets: Stored | None = None  # in a pack of JPEG files
     names: Stored | None = None  # bytes
@@ -122,7 +125,7 @@ class Pack:
     path: str
     uuid: str
     image_shape: tuple[int, int, int]  # (H, W, C)
-    classes: tuple[str, ...]
+    targets: Targets
     splits: dict[str, SplitInfo]
     sizes: dict[str, int]  # bytes of all files, by path
     mean: tuple[float, ...] = ()  # (C,) of train, divided as `scale` says
@@ -137,6 +140,11 @@ class Pack:
     block_rows: int = 0  # samples that lie together in an external file; 0 = in random order
     external: dict[str, Any] | None = None  # fields of `ExternalOptions`, if it is no pack
     staged: bool = False  # whether this is a copy on the host's own disk (``staging.py``)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, () of a pack of values."""
+        return self.targets.classes
 
     @property
     def dtype(self) -> np.dtype:
@@ -173,9 +181,12 @@ def ordered(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (places.get(name, len(SPLITS)), name))
 
 
-def checksum(image: bytes | memoryview, label: int) -> int:
-    """Return the CRC-32 of a sample: equal images with different labels always differ in it."""
-    return zlib.crc32(image, label)
+def checksum(image: bytes | memoryview, seed: int) -> int:
+    """Return the CRC-32 of a sample, whose target gives the `seed` (`Targets.seeds`).
+
+    Equal images with different classes always differ in it.
+    """
+    return zlib.crc32(image, seed)
 
 
 def make_uuid(facts: Mapping[str, Any], checksums: Mapping[str, np.ndarray | h5py.Dataset]) -> str:
@@ -223,7 +234,9 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                 " pack it again"
             )
         scale = facts["scale"]
-        if scale["dtype"] not in TYPES or facts["targets"] != CLASS_TARGETS:
+        classes = [printable(name, newlines=False) for name in facts["classes"]]
+        targets = Targets.from_json(facts["targets"], classes)
+        if scale["dtype"] not in TYPES or targets is None:
             raise Unusable(
                 f"it holds {scale['dtype']} images with targets {facts['targets']}, which this"
                 " version does not know: install a later one"
@@ -234,8 +247,8 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
             path=path,
             uuid=identity,
             image_shape=tuple(facts["image_shape"]),
-            classes=tuple(printable(name, newlines=False) for name in facts["classes"]),
-            splits={name: _read_split(path, file[name], facts) for name in names},
+            targets=targets,
+            splits={name: _read_split(path, file[name], facts, targets) for name in names},
             sizes={path: os.path.getsize(path)},
             mean=tuple(facts["mean"]),
             std=tuple(facts["std"]),
@@ -248,12 +261,13 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
         )
 
 
-def _read_split(path: str, group: h5py.Group, facts: Mapping[str, Any]) -> SplitInfo:
+def _read_split(
+    path: str, group: h5py.Group, facts: Mapping[str, Any], targets: Targets
+) -> SplitInfo:
     """Read where the datasets of a split are stored. Raises Unusable."""
     from hpctrain.data.hdf5 import locate_in_one_piece
 
-    targets = locate_in_one_piece(group, "targets", "<i4")
-    samples = targets.shape[0]
+    samples = locate_in_one_piece(group, "crc32", "<u4").shape[0]
     if facts["fit"]:
         images = locate_in_one_piece(group, "bytes", "u1")
     else:
@@ -263,7 +277,7 @@ def _read_split(path: str, group: h5py.Group, facts: Mapping[str, Any]) -> Split
         path=path,
         samples=samples,
         images=images,
-        targets=targets,
+        targets=locate_in_one_piece(group, "targets", targets.dtype.str, (samples, *targets.shape)),
         crc32=locate_in_one_piece(group, "crc32", "<u4", (samples,)),
     )
     if facts["fit"]:

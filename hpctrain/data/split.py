@@ -12,6 +12,7 @@ What has an offset is read without HDF5 (``stored.py``).
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,13 +28,14 @@ from hpctrain.data.pack import LAYOUTS, Pack, checksum
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import WIDE, divide, is_nodata, unit_values
 from hpctrain.data.stored import File, OffsetRows, RowReader, Stored, as_bytes
+from hpctrain.data.targets import HELD_BYTES
 from hpctrain.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from hpctrain.data.images import Crop
 
 MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
-LABELS_PER_PIECE = 1 << 20  # labels that are read at a time from a whole split
+TARGET_BYTES = 8 << 20  # of targets that are read at a time from a whole split
 PROBED = 16  # images of an external file by which it is recognised
 TASK_FILES = 8  # JPEG files that a thread decodes at a time
 CORRUPT = "is corrupt: its bytes or its label differ from its checksum"
@@ -55,7 +57,7 @@ class HeldNumbers(NamedTuple):
     """Targets, checksums and offsets that are kept in memory, by the names in `SplitInfo`."""
 
     samples: range
-    arrays: dict[str, np.ndarray]  # (n,) each; of offsets, (n + 1,)
+    arrays: dict[str, np.ndarray]  # (n, ...) each; of offsets, (n + 1,)
 
 
 class Split:
@@ -190,42 +192,60 @@ class Split:
 
     @cached_property
     def targets(self) -> np.ndarray:
-        """The targets of all samples, (N,) int64, read on first access and kept: 8 bytes each."""
-        return np.concatenate([np.empty(0, np.int64), *map(self.read_targets, pieces(len(self)))])
+        """The targets of all samples, (N, ...) as `read_targets` returns them.
+
+        They are read on first access and kept: 8 bytes of a class, 1 of each of several classes, 4
+        of each value.
+        """
+        return np.concatenate([*self._read_all_targets()])
 
     def read_targets(self, indices: np.ndarray, bad: Bad | None = None) -> np.ndarray:
-        """Return the targets of the samples `indices` (n,): class labels, (n,) int64.
+        """Return the targets of the samples `indices` (n,).
 
-        A label that is not a class is described in `bad` and returned as 0. Raises RunError, for
-        that, too, without `bad`.
+        They are of the pack's kind: the class, (n,) int64; whether a sample has each class, (n, K)
+        uint8, with 255 = unknown; or values, (n, T) float32, with NaN = unknown.
+
+        A target with another entry is described in `bad`, and the entry returned as unknown, or as
+        class 0: on a GPU, a target that is not a class ends the process. Raises RunError, for such
+        a target, too, without `bad`.
         """
         self._check_indices(indices)
-        labels = self._read_numbers("targets", indices).astype(np.int64)
-        classes = len(self.pack.classes)
-        wrong = (labels < 0) | (labels >= classes)
-        if wrong.any():
-            unusable = Bad()
-            for index, label in zip(indices[wrong].tolist(), labels[wrong].tolist(), strict=True):
-                unusable[index] = (
-                    f"is corrupt: its label is {label}, and there are {classes} classes"
-                )
+        kind = self.pack.targets
+        targets = self._read_numbers("targets", indices).astype(kind.read_dtype)
+        wrong = kind.replace_invalid(targets)
+        if wrong:
+            unusable = {int(indices[place]): f"is corrupt: {why}" for place, why in wrong.items()}
             self._report(unusable, bad)
-            labels[wrong] = 0  # on a GPU, a target that is not a class ends the process
-        return labels
+        return targets
 
     def count_classes(self) -> np.ndarray:
-        """Return the number of samples of each class, (K,) int64. Reads all targets, in parts."""
+        """Return the number of samples of each class, (K,) int64. Reads all targets, in parts.
+
+        Of several classes, a sample counts for each that it is known to have.
+        """
         classes = len(self.pack.classes)
         counts = np.zeros(classes, np.int64)
-        for piece in pieces(len(self)):
-            counts += np.bincount(self.read_targets(piece), minlength=classes)
+        for targets in self._read_all_targets():
+            if self.pack.targets.kind == "class":
+                counts += np.bincount(targets, minlength=classes)
+            else:
+                counts += (targets == 1).sum(axis=0)
         return counts
+
+    def _read_all_targets(self) -> Iterator[np.ndarray]:
+        """Yield the targets of all samples in consecutive pieces; of no samples, one piece."""
+        targets = self.pack.targets
+        size = TARGET_BYTES // (targets.read_dtype.itemsize * math.prod(targets.shape))
+        yield self.read_targets(np.arange(0))
+        for piece in pieces(len(self), max(1, size)):
+            yield self.read_targets(piece)
 
     def hold(self, samples: range) -> None:
         """Keep targets, checksums and offsets of `samples` in memory; others are read on demand.
 
-        The kernel is asked to read their images, too: at once if they take 1 GiB at most, else
-        those of every call of `gather` when they are first read.
+        So are targets of more than HELD_BYTES a sample, always. The kernel is asked to read their
+        images, too: at once if they take 1 GiB at most, else those of every call of `gather` when
+        they are first read.
         """
         if samples == self._held.samples:
             return
@@ -245,14 +265,14 @@ class Split:
         arrays: dict[str, np.ndarray] = {}
         for name, stop in stops.items():
             stored = getattr(self.info, name)
-            if isinstance(stored, Stored):
+            if isinstance(stored, Stored) and stored.row_bytes <= HELD_BYTES:
                 place = stored.byte_range(samples.start, stop)
-                arrays[name] = np.empty(stop - samples.start, stored.dtype)
+                arrays[name] = np.empty((stop - samples.start, *stored.shape[1:]), stored.dtype)
                 self._file.read(as_bytes(arrays[name]), place.start)
         self._held = HeldNumbers(samples, arrays)
 
     def _read_numbers(self, name: str, indices: np.ndarray) -> np.ndarray:
-        """Return the targets, checksums or offsets of these samples, (n,). Raises RunError."""
+        """Return the targets, checksums or offsets of these samples, (n, ...). Raises RunError."""
         stored = getattr(self.info, name)
         if isinstance(stored, np.ndarray):
             return stored[indices]
@@ -261,7 +281,7 @@ class Split:
             places = indices - samples.start
             if 0 <= places.min(initial=0) <= places.max(initial=0) < len(arrays[name]):
                 return arrays[name][places]
-        numbers = np.empty(len(indices), stored.dtype)
+        numbers = np.empty((len(indices), *stored.shape[1:]), stored.dtype)
         OffsetRows(self._file, stored).read(indices, numbers)
         return numbers
 
@@ -430,8 +450,8 @@ class Split:
         if self.info.crc32:
             if seen.any():
                 images = [images[place] for place in np.flatnonzero(~seen).tolist()]
-            targets = self._read_numbers("targets", new).tolist()
-            checksums = [*map(checksum, images, targets)]
+            seeds = self.pack.targets.seeds(self._read_numbers("targets", new))
+            checksums = [*map(checksum, images, seeds)]
             agrees = np.array(checksums, np.uint32) == self._read_numbers("crc32", new)
         self._seen[new[agrees]] = True
         why = CORRUPT
@@ -497,7 +517,13 @@ def describe_first(all_bad: Iterable[Bad]) -> str | None:
     return sentence
 
 
-def pieces(samples: int, size: int = LABELS_PER_PIECE) -> Iterator[np.ndarray]:
+def held_bytes(column: Stored | np.ndarray) -> int:
+    """Return the bytes that a rank keeps of one sample in a column, such as its targets."""
+    size = math.prod(column.shape[1:]) * np.dtype(column.dtype).itemsize
+    return size if isinstance(column, np.ndarray) or size <= HELD_BYTES else 0
+
+
+def pieces(samples: int, size: int) -> Iterator[np.ndarray]:
     """Yield 0 ... samples-1 in consecutive pieces, (n,) int64 with n <= `size`."""
     for start in range(0, samples, size):
         yield np.arange(start, min(samples, start + size))

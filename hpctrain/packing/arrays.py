@@ -36,6 +36,7 @@ from hpctrain.data.pack import (
 )
 from hpctrain.data.scale import can_hold, is_nodata, is_not_finite
 from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
+from hpctrain.data.targets import Targets
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
 from hpctrain.packing.write import PackWriter, writing_pack
@@ -148,7 +149,7 @@ def write_pack(
         writer.finish(
             crc32=written.crc32,
             statistics=written.statistics,
-            classes=classes,
+            targets=Targets("class", tuple(classes)),
             provenance=provenance,
             max_value=values.max_value,
         )

@@ -91,7 +91,7 @@ class Decoded:
 
 def decode_images(
     slices: list[Slice],
-    labels: list[int],
+    seeds: list[int],
     conversion: Conversion,
     path: str = "",
     offset: int = 0,
@@ -113,7 +113,7 @@ def decode_images(
         encoded, image, changes = converted
         values[row] = image
         file = stored[row * size : (row + 1) * size] if path else encoded
-        done.crc32[row] = checksum(file, labels[row])
+        done.crc32[row] = checksum(file, seeds[row])
         done.sizes[row] = len(file)
         done.add(slice(row, row + 1), changes)
     if path:
@@ -125,7 +125,7 @@ def decode_images(
 
 def decode_tiles(
     slices: list[Slice],
-    labels: list[int],
+    seeds: list[int],
     corners: list[np.ndarray],
     places: list[np.ndarray],
     conversion: Conversion,
@@ -157,7 +157,7 @@ def decode_tiles(
                     done.bad.append((row, EmptyImage("all its values are nodata")))
                 else:
                     stored = tile.data.cast("B")
-                    done.crc32[row] = checksum(stored, labels[file])
+                    done.crc32[row] = checksum(stored, seeds[file])
                     write_at(output.fileno(), stored, place)
                     done.measure(tile[None], conversion)
                 row += 1
@@ -241,7 +241,7 @@ def check_finite(values: np.ndarray, conversion: Conversion) -> None:
 
 def write_files(
     slices: list[Slice],
-    labels: list[int],
+    seeds: list[int],
     is_encoded: list[bool],
     background: Background,
     path: str,
@@ -260,6 +260,6 @@ def write_files(
             if is_encoded[row]:
                 with suppress(BadImage):  # a file that was changed since: its checksum differs
                     file, _ = encode_jpeg(file, background)
-            checksums[row] = checksum(file, labels[row])
+            checksums[row] = checksum(file, seeds[row])
             output.write(file)
     return checksums

@@ -49,6 +49,7 @@ from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import usual_maximum
 from hpctrain.data.split import Bad, Split, pieces
 from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
+from hpctrain.data.targets import Targets
 from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
@@ -439,7 +440,7 @@ def write_images(
         return PackWriter(
             file,
             counts=counts,
-            labels=labels,
+            targets=labels,
             image_shape=conversion.shape,
             dtype=conversion.dtype,
             sizes=sizes,
@@ -511,7 +512,7 @@ def write_images(
         writer.finish(
             crc32=crc32,
             statistics=statistics,
-            classes=source.classes,
+            targets=Targets("class", tuple(source.classes)),
             provenance=facts,
             fit=fit_of_files,
             max_value=conversion.max_value,

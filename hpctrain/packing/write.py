@@ -23,7 +23,6 @@ import h5py
 import numpy as np
 
 from hpctrain.data.pack import (
-    CLASS_TARGETS,
     FORMAT,
     VERSION,
     make_uuid,
@@ -31,6 +30,7 @@ from hpctrain.data.pack import (
 )
 from hpctrain.data.scale import FULL
 from hpctrain.data.statistics import ChannelStatistics
+from hpctrain.data.targets import Targets
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import check_room, write_at
 
@@ -50,7 +50,7 @@ class PackWriter:
         self,
         file: BinaryIO,
         counts: Mapping[str, int],
-        labels: np.ndarray,
+        targets: np.ndarray,
         image_shape: tuple[int, int, int],
         dtype: np.dtype | str = "uint8",
         sizes: np.ndarray | None = None,
@@ -58,9 +58,9 @@ class PackWriter:
     ) -> None:
         """Create the file, and write what is known about the samples.
 
-        counts: number of samples by split, as `ordered`; labels: (N,); image_shape: (H, W, C);
-        dtype: one of `TYPES` of ``data/pack.py``; sizes: of JPEG files in bytes, (N,); names: where
-        the samples come from, N of them.
+        counts: number of samples by split, as `ordered`; targets: (N, ...), of the type in which
+        they are stored; image_shape: (H, W, C); dtype: one of `TYPES` of ``data/pack.py``; sizes:
+        of JPEG files in bytes, (N,); names: where the samples come from, N of them.
         """
         self._file = file
         self._shape = image_shape
@@ -68,10 +68,11 @@ class PackWriter:
         image_bytes = math.prod(image_shape) * self._dtype.itemsize
         stops = dict(zip(counts, accumulate(counts.values()), strict=True))
         self._rows = {split: slice(stop - counts[split], stop) for split, stop in stops.items()}
-        self.places = np.zeros(len(labels), np.int64)
-        needed = len(labels) * image_bytes
+        self.places = np.zeros(len(targets), np.int64)
+        needed = len(targets) * image_bytes
         if sizes is not None:
             needed = int(sizes.sum())
+        needed += targets.nbytes
         check_room(Path(file.name).parent, needed, "packing")
 
         def add(group: h5py.Group, name: str, values: np.ndarray) -> None:
@@ -91,7 +92,7 @@ class PackWriter:
                     first = _allocate(group, "bytes", "u1", (ends[-1],))
                     add(group, "offsets", ends)
                 self.places[rows] = first + ends[:-1]
-                add(group, "targets", labels[rows].astype("<i4"))
+                add(group, "targets", targets[rows].astype(targets.dtype.newbyteorder("<")))
                 _allocate(group, "crc32", "<u4", (count,))
                 if names is not None:
                     lengths = np.fromiter((len(_encoded(name)) for name in names[rows]), np.int64)
@@ -102,15 +103,16 @@ class PackWriter:
         self,
         crc32: np.ndarray,
         statistics: ChannelStatistics,
-        classes: Sequence[str],
+        targets: Targets,
         provenance: Mapping[str, Any],
         fit: str = "",
         max_value: float | None = None,
     ) -> None:
         """Write the checksums and attributes, after all samples.
 
-        crc32: (N,) uint32; statistics: of train, with the value that marks missing data; max_value:
-        what becomes 1.0; None = the largest value of uint8 and uint16, and 1 for others.
+        crc32: (N,) uint32; targets: their kind and names; statistics: of train, with the value
+        that marks missing data; max_value: what becomes 1.0; None = the largest value of uint8 and
+        uint16, and 1 for others.
         """
         mean, std = statistics.mean_and_std(max_value or FULL.get(self._dtype.name, 1.0))
         scale = {
@@ -124,8 +126,8 @@ class PackWriter:
         number = self._file.fileno()
         os.posix_fallocate(number, os.fstat(number).st_size, RESERVED)  # HDF5 cuts off the rest
         with self._open("r+") as file:
-            encoded = [_encoded(name) for name in classes]
-            text = h5py.string_dtype("utf-8", max(len(name) for name in encoded))
+            encoded = [_encoded(name) for name in targets.classes]
+            text = h5py.string_dtype("utf-8", max(map(len, encoded), default=1))
             attributes = {
                 "format": np.bytes_(FORMAT),
                 "version": VERSION,
@@ -135,7 +137,7 @@ class PackWriter:
                 "mean": np.array(mean),
                 "std": np.array(std),
                 "provenance": np.bytes_(json.dumps(provenance)),
-                "targets": np.bytes_(json.dumps(CLASS_TARGETS)),
+                "targets": np.bytes_(json.dumps(targets.as_json())),
                 "scale": np.bytes_(json.dumps(scale)),
             }
             for name, value in attributes.items():

@@ -19,7 +19,7 @@ from hpctrain.cores import check_threads
 from hpctrain.data.file_set import describe_changes
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import ExternalOptions, Pack, SplitInfo, read_pack
-from hpctrain.data.split import Split
+from hpctrain.data.split import Split, held_bytes
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import require_split
 from hpctrain.memory import keep_memory
@@ -255,7 +255,7 @@ def check_memory(config: Config, plan: Plan, info: SplitInfo, ranks: int) -> str
     more than the memory of this host, on which `ranks` ranks run.
     """
     columns = (info.targets, info.offsets, info.crc32 if config.verify else None)
-    sample_bytes = sum(np.dtype(column.dtype).itemsize for column in columns if column is not None)
+    sample_bytes = sum(held_bytes(column) for column in columns if column is not None)
     if config.verify:
         sample_bytes += 1  # whether its checksum was compared
     if config.balanced_sampling:

@@ -168,7 +168,7 @@ def test_global_order_says_what_it_keeps_of_all_samples_before_it_does(monkeypat
     """10^9 of 4 bytes a label, 4 a checksum, 8 an offset and 1 for whether it was compared."""
     pages = {"SC_PHYS_PAGES": 16 << 18, "SC_PAGE_SIZE": 4096}  # 16 GiB
     monkeypatch.setattr(os, "sysconf", pages.get)
-    labels, crc32, offsets = (SimpleNamespace(dtype=dtype) for dtype in ("<i4", "<u4", "<i8"))
+    labels, crc32, offsets = (np.empty(0, dtype) for dtype in ("<i4", "<u4", "<i8"))
     columns = {"targets": labels, "crc32": crc32, "offsets": offsets}
 
     def check(verify=True, ranks=1, samples=10**9, columns=columns, **settings):
