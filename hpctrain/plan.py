@@ -22,6 +22,8 @@ from hpctrain.text import brief, counted, listed, min_to_max
 
 #: Mean and std by channel; () = images in [0, 1]; "image" = each channel of each image by itself.
 Scaling = tuple[tuple[float, ...], ...] | str
+#: Mean and std by column of values, by which the network's targets are scaled.
+TargetScaling = tuple[tuple[float, ...], tuple[float, ...]]
 #: Smallest and largest stored values of the channels, (C,) each.
 Ranges = tuple[tuple[float, ...], ...]
 #: Meaning of a plan's numbers. A default that changes raises it; a setting or field that is added
@@ -44,7 +46,7 @@ RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize"}
 #: Facts that a plan holds as they are.
 FROM_FACTS = (
     *("rows", "image_shape", "pack_uuid", "class_weights", "scaling", "split_seed"),
-    "stored_range",
+    *("stored_range", "target_scaling"),
 )
 WARMUP_EPOCHS = 5.0  # by default if the learning rate grows with the batch
 WARMUP_FROM = 0.1  # fraction of the learning rate in the first step, if it does not
@@ -60,7 +62,7 @@ class Facts:
     rows: int  # samples of the training split
     image_shape: tuple[int, int, int]  # (H, W, C)
     row_bytes: int  # memory of a buffered sample
-    classes: int
+    targets: str  # in words: "5 classes"
     pack_uuid: str
     min_samples: int  # a shard needs per step: 2 if a layer has one value per image and channel
     block_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
@@ -69,6 +71,7 @@ class Facts:
     scaling: Scaling = ()
     split_seed: int | None = None  # of the splits of an external file; None = those of a pack
     stored_range: Ranges | None = None  # of all training images; None = not measured
+    target_scaling: TargetScaling | None = None  # None = values are not scaled, or there are none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Plan:
     threads: int = 0  # CPU threads of a rank with --deterministic: bits depend on them
     split_seed: int | None = None  # of an external file; None also where --seed drew the splits
     stored_range: Ranges | None = None  # with --normalize pack of an external file
+    target_scaling: TargetScaling | None = None  # of --task regress
     version: int = VERSION
 
     @cached_property
@@ -325,7 +329,7 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[ran
     memory_format = "NHWC" if config.channels_last else "NCHW"
     sums = "tree order, deterministic" if config.deterministic else f"in {config.comm_dtype}"
     lines = {
-        "task": f"{config.task}, {width}x{height}x{channels}, {facts.classes} classes",
+        "task": f"{config.task}, {width}x{height}x{channels}, {facts.targets}",
         "model": plan.model,
         "input": describe_scaling(plan.scaling),
         "data": f"{plan.rows:,} training images, pack {plan.pack_uuid}",
@@ -336,6 +340,7 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[ran
         "steps": f"{steps}; last step of an epoch {sum(plan.last)} images",
         "optimizer": f"{plan.optimizer}, learning rate {plan.learning_rate:g}",
         "class weights": _listed(plan.class_weights) or "none",
+        **describe_target_scaling(plan.target_scaling),
         "batch norm": config.batch_norm,
         "precision": f"{plan.precision}, {memory_format}",
         "seed": describe_seeds(config.seed, plan.split_seed),
@@ -350,6 +355,13 @@ def describe_scaling(scaling: Scaling) -> str:
     if isinstance(scaling, str):
         return f"mean and std of each {scaling} and channel"
     return "; ".join(map(_listed, scaling)) or "0 to 1"  # mean; std
+
+
+def describe_target_scaling(scaling: TargetScaling | None) -> dict[str, str]:
+    """Return a line on how values are scaled, if they are."""
+    if scaling is None:
+        return {}
+    return {"values": f"mean {_listed(scaling[0])}; std {_listed(scaling[1])}"}
 
 
 def describe_seeds(seed: int, split_seed: int | None) -> str:

@@ -28,6 +28,7 @@ from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defau
 
 Precision = Literal["default", "fp32", "tf32", "bf16"]
 Layout = Literal["NHWC", "NCHW", "NHW", "NCWH", "NWH", "HWC", "CHW", "HW", "CWH", "WH"]
+PURPOSES = [facts.help for facts in FACTS.values()]
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 CACHE_DIR = ("folder of built-in sets", "data")
 
@@ -153,7 +154,13 @@ class Config(OnRanks):
     stage: str | None = option("copy this host's part of the pack to this local folder first")
     verify: bool = option("compare each sample's checksum at its first read", True)
     task: TaskName = option(
-        ", or ".join(facts.help for facts in FACTS.values()), "classify", group="Network"
+        f"{', '.join(PURPOSES[:-1])}, or {PURPOSES[-1]}", "classify", group="Network"
+    )
+    target_scale: Literal["std", "none"] = option(
+        "learn values by mean and standard deviation of each column of the training split (std), or"
+        " as they are (none)",
+        "std",
+        needs="--task regress",
     )
     noise: Literal["salt-pepper", "gaussian"] = option(
         f"noise of --task {task_with('noise')}", "salt-pepper"
@@ -194,7 +201,7 @@ class Config(OnRanks):
         "exponential average of weights; decay, such as 0.999", check="(0, 1)", needs="--final ema"
     )
     clip_norm: float | None = option("clip the gradient's L2 norm to this", check="(0, inf)")
-    label_smoothing: float = option("label smoothing of cross-entropy", 0.0, "[0, 1)")
+    label_smoothing: float = option("label smoothing of (binary) cross-entropy", 0.0, "[0, 1)")
     loss: str | None = option(
         "your loss, module:function of outputs and targets, one value a sample; default:"
         f" {USUAL.loss}, to {other_defaults('loss')}"

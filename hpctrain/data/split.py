@@ -197,7 +197,7 @@ class Split:
         They are read on first access and kept: 8 bytes of a class, 1 of each of several classes, 4
         of each value.
         """
-        return np.concatenate([*self._read_all_targets()])
+        return np.concatenate([*self.read_all_targets()])
 
     def read_targets(self, indices: np.ndarray, bad: Bad | None = None) -> np.ndarray:
         """Return the targets of the samples `indices` (n,).
@@ -225,14 +225,14 @@ class Split:
         """
         classes = len(self.pack.classes)
         counts = np.zeros(classes, np.int64)
-        for targets in self._read_all_targets():
+        for targets in self.read_all_targets():
             if self.pack.targets.kind == "class":
                 counts += np.bincount(targets, minlength=classes)
             else:
                 counts += (targets == 1).sum(axis=0)
         return counts
 
-    def _read_all_targets(self) -> Iterator[np.ndarray]:
+    def read_all_targets(self) -> Iterator[np.ndarray]:
         """Yield the targets of all samples in consecutive pieces; of no samples, one piece."""
         targets = self.pack.targets
         size = TARGET_BYTES // (targets.read_dtype.itemsize * math.prod(targets.shape))

@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from hpctrain.text import counted
+
 TargetKind = Literal["class", "classes", "values"]
 
 UNKNOWN = 255  # an entry of classes
@@ -32,6 +34,19 @@ class Targets(NamedTuple):
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; of values, ()."""
         return () if self.kind == "values" else self.names
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of values; of classes, ()."""
+        return self.names if self.kind == "values" else ()
+
+    @property
+    def summary(self) -> str:
+        """What they are, in a few words."""
+        count = len(self.names)
+        if self.kind == "values":
+            return f"{counted(count, 'column')} of values"
+        return f"{count} classes" + ", any number an image" * (self.kind == "classes")
 
     @property
     def dtype(self) -> np.dtype:

@@ -221,10 +221,13 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
         path = find_pack_path(config.data or metadata["pack"], config.cache_dir)
         pack = read_in_scale(path, metadata["external"], network.scale, config.cache_dir)
         require_split(pack, config.split)
+        kind = network.inference.task.facts.targets
         check_scale_attributes(pack, metadata)
         for name, value, trained in (
             ("images of shape", pack.image_shape, network.image_shape),
             ("classes", pack.classes, network.classes),
+            ("columns", pack.targets.columns, network.columns),
+            ("targets of kind", pack.targets.kind, kind or pack.targets.kind),
             ("uuid", pack.uuid, pack.uuid if config.data else metadata["pack_uuid"]),
         ):
             if value != trained:

@@ -3,7 +3,8 @@
     python -m hpctrain export RUN --output photos.onnx
 
 The network computes in float32 (or in its own dtype, if that is another), on any number of images
-at a time. Classifiers give scores, of which softmax makes the probabilities of ``predict``. With
+at a time. Classifiers give scores, of which softmax (of several classes, sigmoid) makes the
+probabilities of ``predict``; values are in the units of the data. With
 --preprocess the input is images (N, H, W, C) as the training had them: of their size and type
 (float16 as float32), with the stored values.
 
@@ -41,6 +42,7 @@ from hpctrain.text import say
 
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
 OF_NETWORK = ("hpctrain", "model", "task", "image_shape", "classes", "run", "step")
+OF_VALUES = ("columns", "target_scaling")
 KEPT = (*OF_NETWORK, "mean", "std", "normalization", "scale")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
@@ -122,12 +124,17 @@ def main(config: ExportConfig) -> int:
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
             metadata = {key: network.metadata.get(key) for key in KEPT}
+            if network.columns:
+                metadata |= {key: network.metadata.get(key) for key in OF_VALUES}
             metadata["scale"] = {
                 **network.scale.as_metadata(),
                 "nodata": nodata_text(network.scale),
             }
             metadata |= {"preprocess": config.preprocess, "output": network.inference.task.output}
             expected = network_output(model, inputs, "fp32")
+            if last := network.inference.task.exported():
+                expected = last(expected)
+                model = nn.Sequential(model, last)
             if config.preprocess:
                 model = nn.Sequential(Preprocess(pipeline, network.scale), model)
                 inputs = torch.from_numpy(images.numpy().astype(input_type(network.scale)))

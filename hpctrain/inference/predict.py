@@ -85,7 +85,7 @@ def write_table(
     drawn = random.Random(0).sample(range(total), min(config.figure, total))
     bad = Bad()
     captions = list[Caption]()
-    target: list[str] = []
+    target: tuple[str, ...] = ()
     names: dict[str, Callable[[int], str]]  # columns of an image
     if isinstance(source, Images):
         names = source.columns
@@ -93,8 +93,7 @@ def write_table(
         names = {"row": str}
         if source.source_of(0):
             names["source"] = source.source_of
-        if task.target_column:
-            target = [task.target_column]
+        target = task.target_columns()
     header = [*names, *target, *task.columns()]
     mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
     with ExitStack() as table, closing(inference.answers(source, mine)) as predicted:
@@ -134,8 +133,8 @@ def table_rows(
     """Yield a row for each image of a block: its `names`, its target if it is known, its answer."""
     for number, row in enumerate(block.rows.tolist()):
         cells = [name(row) for name in names]
-        if block.targets is not None and task.target_column:
-            cells.append(task.target_text(block.targets[number]))
+        if block.targets is not None:
+            cells += task.target_cells(block.targets[number])
         yield [*cells, *task.cells(answers[number])]
 
 

@@ -109,6 +109,8 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         raise ValueError(f"evaluation_rows is {metadata['evaluation_rows']}")
     _, _, channels = metadata["image_shape"]
     lengths = {"mean": channels, "std": channels, "class_weights": len(metadata["classes"])}
+    if metadata.get("target_scaling") is not None:
+        check_target_scaling(metadata["target_scaling"], metadata["columns"])
     for name, length in lengths.items():
         if metadata[name] and len(metadata[name]) != length:
             raise ValueError(f"{name} has {len(metadata[name])} values, not {length}")
@@ -127,6 +129,14 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         raise ValueError("there is a mean without std, or std without mean")
 
 
+def check_target_scaling(scaling: Any, columns: Sequence[str]) -> None:
+    """Raise TypeError or ValueError unless it is a mean and a deviation of each column."""
+    numbers = [value for values in scaling for value in values]
+    lengths = [len(values) for values in scaling]
+    if lengths != [len(columns)] * 2 or any(type(value) not in NUMBERS for value in numbers):
+        raise ValueError(f"target_scaling is {brief(scaling, 40)}")
+
+
 class TrainedNetwork:
     """A trained network, as `load` returns it."""
 
@@ -142,9 +152,10 @@ class TrainedNetwork:
             scale = Scale(**metadata["scale"])
             shape = tuple(metadata["image_shape"])
             classes = tuple(metadata["classes"])
+            names = tuple(metadata.get("columns", classes))
             require_trust({"model": metadata["model"]}, path, trust_code)
             with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
-                outputs = task_class(metadata["task"]).outputs(len(classes))
+                outputs = task_class(metadata["task"]).outputs(len(names))
                 model = build(metadata["model"], shape, outputs, metadata["small_stem"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
@@ -158,13 +169,14 @@ class TrainedNetwork:
         self._trust_code = trust_code
         self.model: nn.Module = move_model(model.eval(), device, channels_last)  # plain torch
         self.classes: tuple[str, ...] = classes
+        self.columns: tuple[str, ...] = tuple(metadata.get("columns", ()))  # of values
         self.image_shape: tuple[int, int, int] = shape  # (H, W, C)
         self.scale: Scale = scale  # how the images of the training were scaled
         #: All that the file holds: names of the network and the pack, step, figures and so on.
         self.metadata: dict[str, Any] = metadata
         self.decoders: int | None = None  # threads that decode files; None: as `Split` does
         like = input_like(model)
-        task = make_task(metadata, classes, like)
+        task = make_task(metadata, names, like)
         self.inference = Inference(
             model=model,
             task=task,
@@ -182,7 +194,10 @@ class TrainedNetwork:
     def __repr__(self) -> str:
         height, width, channels = self.image_shape
         model = f"{self.metadata['model']}, images {width}x{height}x{channels}"
-        return f"<TrainedNetwork {self.path}: {model}, {len(self.classes)} classes, {self.device}>"
+        targets = f"{len(self.classes)} classes"
+        if self.columns:
+            targets = f"values {listed(self.columns, 3)}"
+        return f"<TrainedNetwork {self.path}: {model}, {targets}, {self.device}>"
 
     @cached_property
     def config(self) -> Config | None:
@@ -251,7 +266,8 @@ class TrainedNetwork:
         say_losses(opened, opened.count_losses())
         if "row" in columns:
             columns["row"] = columns["row"].astype(np.int64)
-        none = np.empty((0, task.outputs(len(self.classes))), np.float32)
+        outputs = task.outputs(len(self.columns or self.classes))
+        none = np.empty((0, outputs), np.float32)
         numbers = np.concatenate([none, *(answers for _, answers in answered)])
         unusable = {opened.source_of(row): bad[row] for row in sorted(bad)}
         return Predictions(columns | task.table(numbers), numbers, unusable)

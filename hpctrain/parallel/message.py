@@ -15,7 +15,10 @@
 In `buffer` the message is followed by the sum of the losses of this rank alone, which is not
 reduced. Ranks gather these sums only if a step is not finite.
 
-Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum.
+Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum. A task whose weights
+are numbers of known entries, which may be more, sends them as two counts: "weight" is the rest of a
+shard's number modulo `WEIGHT_BLOCK`, and its sum `WEIGHT_BLOCKS` the quotient. Both sums are exact
+for up to 4,096 shards and 2^36 entries.
 """
 
 from __future__ import annotations
@@ -104,8 +107,8 @@ class Layout:
 class Totals(NamedTuple):
     """The reduced message after the moments, by name; equal on all ranks except `own`."""
 
-    loss: float  # sum over samples, with --class-weights weighted
-    weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
+    loss: float  # sum over samples, each times its weight
+    weight: float  # sum of the samples' weights; 0 if the task does not weigh them
     rows: int
     irregular: int  # batch-norm layers that did not run exactly once
     stop: int  # number of ranks that requested it, as are the next two
@@ -119,12 +122,14 @@ class Totals(NamedTuple):
 
     @property
     def mean_loss(self) -> float:
-        """The mean of the samples' losses, weighted by class with --class-weights."""
+        """The weighted mean of the samples' losses; 0 if no entry of their targets is known."""
         return self.loss / (self.weight or self.rows)
 
 
 FLOATS = ("loss", "weight")
 COUNTS = ("rows", "irregular", "stop", "preempted", "save", "skipped")
+WEIGHT_BLOCKS = "weight_blocks"  # a task's sum: how many times its shards hold `WEIGHT_BLOCK`
+WEIGHT_BLOCK = 4096
 
 
 class Message:
@@ -241,14 +246,21 @@ class Message:
         """Set this rank's seconds of computation and of waiting for data, once per step."""
         torch._foreach_add_(self._seconds, [compute, data])
 
-    def weigh_gradients(self, rows: int) -> None:
-        """Divide the reduced gradients, divided by `rows` samples so far, by their class weights.
-
-        The divisor is the sum of the weights of all samples' classes, or `rows` where that is 0.
-        """
+    def weight(self) -> torch.Tensor:
+        """Return the sum of all samples' weights in the reduced message, () float64."""
         weight = self.scalar["weight"].to(torch.float64)
-        weight = torch.where(weight > 0, weight, rows)
-        self.gradients.mul_((rows / weight).to(self.tensor.dtype))
+        if WEIGHT_BLOCKS in self.scalar:
+            weight += WEIGHT_BLOCK * self.scalar[WEIGHT_BLOCKS].to(torch.float64)
+        return weight
+
+    def weigh_gradients(self, divisor: int) -> None:
+        """Divide the reduced gradients by the sum of the weights, and not by `divisor`, as so far.
+
+        Where that sum is 0, they are unchanged.
+        """
+        weight = self.weight()
+        weight = torch.where(weight > 0, weight, divisor)
+        self.gradients.mul_((divisor / weight).to(self.tensor.dtype))
 
     def finite(self, lasting: bool = False) -> torch.Tensor:
         """Whether the reduced message is free of NaN and infinity, as a bool on the device.
@@ -282,6 +294,7 @@ class Message:
         for name in counts:
             scalars[name] = round(scalars[name]) if math.isfinite(scalars[name]) else 0
         named = {name: scalars.pop(name) for name in self._sums}
+        scalars["weight"] += WEIGHT_BLOCK * named.get(WEIGHT_BLOCKS, 0)
         compute, data = numbers[count:-1].reshape(-1, 2).T
         return Totals(**scalars, named=named, compute=compute, data=data, own=float(numbers[-1]))
 

@@ -30,17 +30,16 @@ class Classify(Task):
 
     sums: ClassVar[Mapping[str, type]] = {"correct": int}
     output: ClassVar[str] = "scores"
-    target_column: ClassVar[str] = "class"
     has_mistakes: ClassVar[bool] = True
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **fields: Any
+        cls, settings: Mapping[str, Any], names: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
         weights = settings["class_weights"]
         is_balanced = weights or settings.get("balanced_sampling")
         return cls(
-            classes=tuple(classes),
+            classes=tuple(names),
             label_smoothing=settings.get("label_smoothing", 0.0),
             class_weights=like.new_tensor(weights) if weights else None,
             unrecorded=() if is_balanced else ("balanced_accuracy",),
@@ -160,8 +159,11 @@ class Classify(Task):
             **dict(zip(columns, answers.T, strict=True)),
         }
 
-    def target_text(self, target: Any) -> str:
-        return answer_columns(self.classes)[target]
+    def target_columns(self) -> tuple[str, ...]:
+        return ("class",)
+
+    def target_cells(self, target: Any) -> list[str]:
+        return [answer_columns(self.classes)[target]]
 
     def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Caption]:
         predicted = answers.argmax(1)

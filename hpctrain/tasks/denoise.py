@@ -28,7 +28,7 @@ class Denoise(Task):
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **fields: Any
+        cls, settings: Mapping[str, Any], names: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
         return cls(
             noise=settings["noise"],
@@ -38,7 +38,7 @@ class Denoise(Task):
         )
 
     @classmethod
-    def output_shape(cls, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
+    def output_shape(cls, image_shape: tuple[int, int, int], count: int) -> tuple[int, ...]:
         height, width, channels = image_shape
         return channels, height, width
 

@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-TaskName = Literal["classify", "denoise"]
+TaskName = Literal["classify", "multilabel", "regress", "denoise"]
 Direction = Literal["max", "min"]  # in which a figure is better
 
+#: Kinds of targets of a pack, in words (data/targets.py).
+KINDS = {
+    "class": "one class an image",
+    "classes": "any number of classes an image",
+    "values": "columns of values",
+}
 NO_CLASSES = "its loss knows no classes"
+NOT_ONE_CLASS = "it draws images by their one class"
 
 
 class TaskFacts(NamedTuple):
@@ -23,6 +30,7 @@ class TaskFacts(NamedTuple):
     answered: str  # participle, for reports: "5 images classified"
     figures: dict[str, Direction]  # in records; runs are ranked by the first one
     loss: str  # name of its loss
+    targets: str = ""  # kind of targets that it learns, of `KINDS`; "" = any
     more: tuple[str, ...] = ()  # further figures of evaluations
     settings: tuple[tuple[str, type], ...] = ()  # its own, held by a network's file
     model: str = ""  # for --model auto; "" = by the size of the images
@@ -41,7 +49,37 @@ FACTS: dict[str, TaskFacts] = {
         answered="classified",
         figures={"accuracy": "max", "loss": "min"},
         loss="cross-entropy",
+        targets="class",
         more=("unweighted_loss", "balanced_accuracy"),
+    ),
+    # Adam: the loss is a mean over K entries of which most are easy, so its gradient is small, and
+    # of another size for each K. Patience: both losses rise again long before the usual 100 epochs.
+    "multilabel": TaskFacts(
+        help="all of its classes",
+        use="finds classes of images",
+        answered="answered",
+        figures={"loss": "min"},
+        loss="binary cross-entropy",
+        targets="classes",
+        more=("unweighted_loss",),
+        optimizer="adam",
+        patience=10,
+        excludes=(("--balanced-sampling", NOT_ONE_CLASS),),
+    ),
+    "regress": TaskFacts(
+        help="values, such as an age",
+        use="measures images",
+        answered="measured",
+        figures={"loss": "min"},
+        loss="mean squared error of standardized values",
+        targets="values",
+        optimizer="adam",
+        patience=10,
+        excludes=(
+            ("--label-smoothing", NO_CLASSES),
+            ("--class-weights", NO_CLASSES),
+            ("--balanced-sampling", NOT_ONE_CLASS),
+        ),
     ),
     "denoise": TaskFacts(
         help="to remove noise",
@@ -74,6 +112,11 @@ def all_figures() -> set[str]:
 def all_settings() -> dict[str, type]:
     """Return the settings that belong to one task, and their types."""
     return {name: kind for facts in FACTS.values() for name, kind in facts.settings}
+
+
+def task_that_learns(kind: str) -> str:
+    """Return the name of the task that learns targets of a kind."""
+    return next(name for name, facts in FACTS.items() if facts.targets == kind)
 
 
 def task_with(setting: str) -> str:

@@ -25,7 +25,8 @@ from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng
-from hpctrain.tasks.facts import FACTS, TaskFacts
+from hpctrain.plan import TargetScaling
+from hpctrain.tasks.facts import FACTS, KINDS, TaskFacts, task_that_learns
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
 from hpctrain.tasks.tally import Block, Means, MetricFigures, Tally, two_sums
@@ -59,8 +60,8 @@ class Task(ABC):
     sums: ClassVar[Mapping[str, type]] = {}
     #: Name of an exported network's output, and of a single number that is answered.
     output: ClassVar[str] = "output"
-    #: Column of what the pack holds as target in a table of answers; "" = none.
-    target_column: ClassVar[str] = ""
+    #: Whether entries of targets may be unknown: a step in which none is known changes nothing.
+    has_unknown: ClassVar[bool] = False
     #: Whether answers are images, and not rows of a table.
     gives_images: ClassVar[bool] = False
     #: Whether `tallies` finds the worst answers.
@@ -82,6 +83,14 @@ class Task(ABC):
         return False
 
     @property
+    def entries(self) -> int:
+        """Number of entries of a target: an upper limit of a sample's weight, if it is an integer.
+
+        Gradients are divided by it before they are summed, so that they are of equal size.
+        """
+        return 1
+
+    @property
     def ranked_by(self) -> str:
         """The figure by which runs are ranked."""
         return next(iter(self.facts.figures))
@@ -95,11 +104,12 @@ class Task(ABC):
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], classes: Sequence[str], like: Tensor, **fields: Any
+        cls, settings: Mapping[str, Any], names: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
         """Make it as a configuration or a file's metadata describe it; `fields` are of `Task`.
 
-        It computes on the device and in the dtype of `like`, a parameter of the network.
+        `names` are those of the classes, or of the columns of values. It computes on the device and
+        in the dtype of `like`, a parameter of the network.
         """
         return cls(**fields)
 
@@ -107,6 +117,12 @@ class Task(ABC):
     def check_data(cls, pack: Pack) -> None:
         """Raise UsageError if it cannot be learned from a pack."""
         name = cls.name()
+        kind = pack.targets.kind
+        if FACTS[name].targets not in ("", kind):
+            raise UsageError(
+                f"--task {name} learns {KINDS[FACTS[name].targets]}, and {pack.path} holds"
+                f" {KINDS[kind]}: give --task {task_that_learns(kind)}"
+            )
         scale = pack.scale
         low = scale.low / scale.divisor
         high = scale.high / scale.divisor
@@ -123,22 +139,31 @@ class Task(ABC):
         return ()
 
     @classmethod
-    def outputs(cls, classes: int) -> int:
-        """Return for how many classes a network is made, where the data have so many `classes`."""
-        return classes
+    def find_scaling(cls, settings: Mapping[str, Any], train: Split) -> TargetScaling | None:
+        """Return mean and deviation of the targets, by which the network's are scaled, if they are.
+
+        The plan keeps them. Raises UsageError.
+        """
+        return None
 
     @classmethod
-    def output_shape(cls, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
+    def outputs(cls, count: int) -> int:
+        """Return the outputs of a network for data with `count` classes, or columns of values."""
+        return count
+
+    @classmethod
+    def output_shape(cls, image_shape: tuple[int, int, int], count: int) -> tuple[int, ...]:
         """Return the shape of the network's output for one image (H, W, C)."""
-        return (cls.outputs(classes),)
+        return (cls.outputs(count),)
 
     # Learning
 
     def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of the network, those of the pipeline or others.
 
-        Inputs (n, C, H, W) are augmented and normalized; targets are those of the pack, (n,) int64.
-        Random numbers must depend on `key` alone.
+        Inputs (n, C, H, W) are augmented and normalized; targets are those of the pack: classes
+        (n,) int64, (n, K) uint8 or values (n, T) float32. Random numbers must depend on `key`
+        alone.
         """
         return inputs, targets
 
@@ -160,7 +185,15 @@ class Task(ABC):
 
     def own_losses(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Return the losses (n,) of the user's own function; None if there is none."""
-        return compute_losses(self.loss, outputs, targets) if self.loss else None
+        return compute_losses(self.loss, outputs, self.own_targets(targets)) if self.loss else None
+
+    def own_targets(self, targets: Tensor) -> Tensor:
+        """Return the targets that the user's own loss is given."""
+        return targets
+
+    def in_units(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets in the units of the data, in which figures are."""
+        return outputs, targets
 
     def named_sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the sums over a shard of which `sums` has the names, () each."""
@@ -176,8 +209,12 @@ class Task(ABC):
         sums = {"loss": self.loss_sum(outputs, targets), **self.named_sums(outputs, targets)}
         weights = self.weights(targets)
         if weights is not None:
-            sums["weight"] = weights.sum()
+            sums["weight"] = self.weight_sum(weights)
         return sums
+
+    def weight_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum of the samples' weights (n,) that is sent as "weight", ()."""
+        return weights.sum()
 
     # Evaluating
 
@@ -199,7 +236,7 @@ class Task(ABC):
 
     def _metric_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         assert self.metric is not None
-        figures = compute_metric(self.metric, outputs, targets)
+        figures = compute_metric(self.metric, *self.in_units(outputs, targets))
         return {name: values_and_weights.sum(1) for name, values_and_weights in figures.items()}
 
     def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Caption], int]:
@@ -231,9 +268,17 @@ class Task(ABC):
         """Return answers (n, K) as columns (n,) by name, in Python."""
         return dict(zip(self.columns(), answers.T, strict=True))
 
-    def target_text(self, target: Any) -> str:
-        """Return the target of a sample, as it is stored, as text."""
-        return str(target)
+    def target_columns(self) -> tuple[str, ...]:
+        """Return the columns of what the pack holds as target, in a table of answers."""
+        return ()
+
+    def target_cells(self, target: Any) -> list[str]:
+        """Return the cells of a sample's target, as it is stored, in these columns."""
+        return []
+
+    def exported(self) -> nn.Module | None:
+        """Return what an exported network computes of the outputs; None: nothing."""
+        return None
 
     def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Caption]:
         """Return captions of the `chosen` images (n,) bool of a block with these answers (n, K)."""
@@ -258,8 +303,9 @@ class Task(ABC):
             if not outputs.isfinite().all():
                 return  # a first step will report it
             if self.metric:
-                check_values(self.metric, compute_metric, outputs, targets)
+                check_values(self.metric, compute_metric, *self.in_units(outputs, targets))
             if self.loss:
+                targets = self.own_targets(targets)
                 check_values(self.loss, losses_by_name, outputs, targets)
                 check_gradient(self.loss, outputs, targets)
 
@@ -287,7 +333,7 @@ def task_class(name: str) -> type[Task]:
 
 def make_task(
     settings: Mapping[str, Any],
-    classes: Sequence[str],
+    names: Sequence[str],
     like: Tensor,
     loss: Imported | None = None,
     metric: Imported | None = None,
@@ -297,4 +343,4 @@ def make_task(
     Its loss is hpctrain's unless another is given, whatever the settings name.
     """
     make = task_class(settings["task"]).from_settings
-    return make(settings, classes, like, precision=settings["precision"], loss=loss, metric=metric)
+    return make(settings, names, like, precision=settings["precision"], loss=loss, metric=metric)

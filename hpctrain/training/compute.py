@@ -24,8 +24,8 @@ from hpctrain.streams import GraphRecorder
 from hpctrain.tasks.forward import explain_network
 from hpctrain.tasks.task import ShardSums, Task
 
-# inputs (n, C, H, W), targets, number of samples in the global batch; returns the sums of a shard,
-# and adds the gradients of its loss / samples to the message
+# inputs (n, C, H, W), targets, number of samples in the global batch times entries of a target;
+# returns the sums of a shard, and adds the gradients of its loss / that number to the message
 Backward = Callable[[Tensor, Tensor, int], ShardSums]
 WARM = 3  # batches of a shape before it is recorded, in which libraries choose their algorithms
 

@@ -35,7 +35,7 @@ from hpctrain.models.memory_format import crashing_in_nhwc, has_avx2_only, move_
 from hpctrain.models.weights import is_torch_file
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.mpi import Comm, agreed, check_equal_on_all, minimum, on_all, on_root
-from hpctrain.plan import model_name
+from hpctrain.plan import TargetScaling, model_name
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.text import listed
@@ -56,6 +56,7 @@ class Network(NamedTuple):
     init: InitialWeights | None
     augment: Imported | None  # function of --augment
     class_weights: tuple[float, ...]  # in the loss; () = all alike
+    target_scaling: TargetScaling | None  # of values
     normalization: Normalization
     stored_range: Ranges | None  # of all training images, if they were measured
     pipeline: Pipeline  # for training
@@ -86,14 +87,23 @@ def make_network(
     config, nchw = choose_memory_format(config, model, device, comm, resumed=begun is not None)
     move_model(model, device, config.channels_last)
     like = input_like(model)
-    weights = on_root(comm, task_class(config.task).find_weights, vars(config), data.train)
+    kind = task_class(config.task)
+    weights = on_root(comm, kind.find_weights, vars(config), data.train)
+    if begun:
+        target_scaling = begun.target_scaling
+    else:
+        target_scaling = on_root(comm, kind.find_scaling, vars(config), data.train)
     precision = begun.precision if begun else config.precision
-    resolved = {"precision": precision, "class_weights": weights}
+    resolved = {
+        "precision": precision,
+        "class_weights": weights,
+        "target_scaling": target_scaling,
+    }
     with on_all(comm):
         loss = import_own(config.loss, "--loss")
         metric = import_own(config.metric, "--metric")
         augment = import_own(config.augment, "--augment")
-        task = make_task({**vars(config), **resolved}, pack.classes, like, loss, metric)
+        task = make_task({**vars(config), **resolved}, pack.targets.names, like, loss, metric)
         normalization, why = choose_normalization(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
     compare_code(config, pack, comm)
@@ -124,6 +134,7 @@ def make_network(
         init=init,
         augment=augment,
         class_weights=weights,
+        target_scaling=target_scaling,
         normalization=normalization,
         stored_range=stored_range,
         pipeline=pipeline,
@@ -158,12 +169,12 @@ def make_model(
     torch.manual_seed(random_key(config.seed, "weights"))
     task = task_class(config.task)
     shape = pack.image_shape
-    classes = len(pack.classes)
-    outputs = task.outputs(classes)
+    count = len(pack.targets.names)
+    outputs = task.outputs(count)
     model = build(model_name(config, shape), shape, outputs, config.small_stem)
     if not config.freeze:  # else it may freeze other types
         check_types(model)
-    check_forward(model, shape, task.output_shape(shape, classes))
+    check_forward(model, shape, task.output_shape(shape, count))
     init = None
     if config.init and first_weights:
         init = load_init(model, find_model(config.init, config.runs_dir), outputs, shape[2])

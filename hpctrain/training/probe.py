@@ -69,7 +69,7 @@ def probe_model(
     """
     key = random_key(config.seed, "probe")
     inputs, targets = read_first(source, FIRST_ROWS, pipeline, key)
-    shape = task.output_shape(source.image_shape, len(source.pack.classes))
+    shape = task.output_shape(source.image_shape, len(source.pack.targets.names))
     torch.manual_seed(key)
     try:
         return check_network(norms, task, inputs, targets, shape, config)

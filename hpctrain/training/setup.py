@@ -130,7 +130,7 @@ def collect_facts(
         rows=len(train),
         image_shape=pack.image_shape,
         row_bytes=train.stored_bytes if config.random_crop else pack.planned_bytes,
-        classes=len(pack.classes),
+        targets=pack.targets.summary,
         pack_uuid=pack.uuid,
         min_samples=probe.min_samples,
         block_rows=pack.block_rows,
@@ -139,6 +139,7 @@ def collect_facts(
         scaling=network.normalization,
         split_seed=pack.external["seed"] if pack.external else None,
         stored_range=network.stored_range,
+        target_scaling=network.target_scaling,
     )
 
 

@@ -4,7 +4,8 @@
 
 What is added to the message of a step comes from its shards alone. After the sum all ranks hold the
 same message, and each makes the same update. Gradients are added divided by the samples of the
-global batch.
+global batch, or by the entries of their targets; where the task weighs samples, they are divided by
+the sum of the weights once that is known, after the sum.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class Trainer:
         cross_entropy divides.
 
         A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do
-        the steps that follow before its totals are read.
+        the steps that follow before its totals are read. A step in which no entry of a target is
+        known changes nothing either: no weight, no state of the optimizer, no running statistic.
         """
         message = self.message
         norms = self.norms
@@ -123,11 +125,12 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
         clock.begin()
+        divisor = total * self.task.entries
         message.zero()
         self.reduce.begin([batch.shard for batch in batches])
         for batch in batches:
             seed_torch(batch.key, message.device)  # dropout depends on the shard, not on the rank
-            sums = self.backward(batch.images, batch.targets, total)
+            sums = self.backward(batch.images, batch.targets, divisor)
             rows = len(batch.targets)
             irregular = norms.collect(message.moments, rows, total)
             message.add_sums(rows, irregular, **sums)
@@ -141,16 +144,20 @@ class Trainer:
         clock.mark()
 
         finite = message.finite(lasting=self.in_flight > 0)
+        skipped = message.skipped
         if self.task.is_weighted:
-            message.weigh_gradients(total)
+            message.weigh_gradients(divisor)
+        if self.task.has_unknown:
+            finite &= message.weight() > 0
+            skipped = torch.logical_not(finite).to(skipped.dtype)
         norms.merge(message.moments, total, finite)
         if self.clip_norm is not None:
             clip_gradient(message.gradients, self.clip_norm)
-        gate_update(self.optimizer, message.skipped)
+        gate_update(self.optimizer, skipped)
         self.optimizer.step()
         reported = message.report()
         if self.average:
-            self.average.update(message.skipped)
+            self.average.update(skipped)
         return reported
 
     def state(self) -> dict[str, Tensor]:

@@ -71,6 +71,10 @@ def network_metadata(run: Run) -> dict[str, Any]:
         by_image["normalization"] = scaling
     elif scaling:
         mean, std = scaling
+    values: dict[str, Any] = {}  # of packs of values only
+    if columns := run.pack.targets.columns:
+        values["columns"] = columns
+        values["target_scaling"] = run.plan.target_scaling
     scale = run.pack.scale
     if run.plan.stored_range is not None:
         scale = scale.with_ranges(*run.plan.stored_range)
@@ -83,6 +87,7 @@ def network_metadata(run: Run) -> dict[str, Any]:
         "mean": mean,
         "std": std,
         **by_image,
+        **values,
         "pack": str(Path(run.pack.path).resolve()),
         "run": run.folder.name,
         "step": reached.step,

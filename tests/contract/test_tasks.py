@@ -12,8 +12,27 @@ import hpctrain as hp
 from tests.support.api import task_class
 
 N, SHAPE, CLASSES = 7, (6, 5, 3), ("a", "b", "c", "d")
-DEFAULTS = {**vars(hp.Config()), "class_weights": ()}
+DEFAULTS = {
+    **vars(hp.Config()),
+    "class_weights": (),
+    "target_scaling": ((0.5, -30, 1e3, 0), (0.25, 10, 1e-2, 4)),
+}
+UNKNOWN = {"classes": 255, "values": torch.nan}
 _, TASKS = hp.Config.types["task"]
+
+
+def draw_targets(kind, generator):
+    """Targets as they are stored; of several entries, all of sample 2 and some others unknown."""
+    if kind not in UNKNOWN:
+        return torch.randint(0, len(CLASSES), (N,), generator=generator)
+    shape = N, len(CLASSES)
+    targets = torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator)
+    if kind == "values":
+        mean, std = map(torch.tensor, DEFAULTS["target_scaling"])
+        targets = mean + std * torch.randn(shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.3] = UNKNOWN[kind]
+    targets[2] = UNKNOWN[kind]
+    return targets
 
 
 class Batch:
@@ -24,7 +43,7 @@ class Batch:
         height, width, channels = SHAPE
         self.task = task_class(name).from_settings(DEFAULTS, CLASSES, torch.zeros(1))
         images = torch.rand(N, channels, height, width, generator=generator)
-        labels = torch.randint(0, len(CLASSES), (N,), generator=generator)
+        labels = draw_targets(self.task.facts.targets, generator)
         self.inputs, self.targets = self.task.stage(images, labels, 5)
         shape = self.task.output_shape(SHAPE, len(CLASSES))
         self.outputs = torch.rand(N, *shape, generator=generator)
@@ -39,7 +58,9 @@ def batch(request):
 def test_the_loss_is_one_value_a_sample_and_that_of_the_sample_alone(batch):
     losses = batch.task.losses(batch.outputs, batch.targets)
     assert losses.shape == (N,) and losses.isfinite().all()
-    torch.testing.assert_close(batch.task.loss_sum(batch.outputs, batch.targets), losses.sum())
+    weights = batch.task.weights(batch.targets)
+    weighted = losses if weights is None else losses * weights
+    torch.testing.assert_close(batch.task.loss_sum(batch.outputs, batch.targets), weighted.sum())
     for row in range(N):
         part = slice(row, row + 1)
         alone = batch.task.losses(batch.outputs[part], batch.targets[part])

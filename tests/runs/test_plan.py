@@ -22,7 +22,7 @@ FACTS = Facts(
     rows=3301,
     image_shape=(100, 100, 3),
     row_bytes=30000,
-    classes=5,
+    targets="5 classes",
     pack_uuid="u",
     min_samples=1,
 )

@@ -1,0 +1,168 @@
+"""Find all classes of an image: K decisions of their own, learned by binary cross-entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpctrain.data.split import Split
+from hpctrain.data.targets import UNKNOWN
+from hpctrain.errors import UsageError
+from hpctrain.report.results import answer_columns
+from hpctrain.tasks.entries import EntriesTask
+from hpctrain.tasks.tally import Block, two_sums
+from hpctrain.tasks.task import Caption
+from hpctrain.text import brief, counted, listed
+
+MOST_WEIGHT = 100.0  # of a rare class with --class-weights balanced
+
+
+@dataclass(frozen=True)
+class Multilabel(EntriesTask):
+    """Find all classes of an image: targets are 0, 1 or NaN (n, K), outputs are logits (n, K)."""
+
+    label_smoothing: float = 0.0
+    class_weights: Tensor | None = None  # (K,) of present classes in the loss; None = 1
+    thresholds: tuple[float, ...] = ()  # (K,) probabilities from which classes count as present
+
+    output: ClassVar[str] = "scores"
+
+    @classmethod
+    def from_settings(
+        cls, settings: Mapping[str, Any], names: Sequence[str], like: Tensor, **fields: Any
+    ) -> Self:
+        weights = settings["class_weights"]
+        return cls(
+            names=tuple(names),
+            label_smoothing=settings.get("label_smoothing", 0.0),
+            class_weights=like.new_tensor(weights) if weights else None,
+            thresholds=(0.5,) * len(names),
+            **fields,
+        )
+
+    @classmethod
+    def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
+        """Return the weight of each class where it is present, which --class-weights asks for.
+
+        "balanced" stands for the number of images without the class / that of images with it, at
+        most `MOST_WEIGHT`, as is usual for `pos_weight` of torch. Raises UsageError, also for a
+        class that is unknown in all training images.
+        """
+        weights = settings["class_weights"]
+        names = train.pack.targets.names
+        absent, present = count_entries(train)
+        unknown = [names[k] for k in np.flatnonzero(absent + present == 0)]
+        if unknown:
+            raise UsageError(
+                f"{train.pack.path}: class {listed(unknown, 3)} is unknown in all"
+                f" {counted(len(train), 'training image')}: pack without it"
+            )
+        if weights is None:
+            return ()
+        setting = f"--class-weights {brief(weights)}"
+        if not weights:  # balanced
+            if empty := [names[k] for k in np.flatnonzero(present == 0)]:
+                raise UsageError(
+                    f"{setting}: no training image is of class {listed(empty, 3)}; give a number"
+                    " for each class"
+                )
+            return tuple(np.minimum(absent / present, MOST_WEIGHT).tolist())
+        if len(weights) != len(names):
+            raise UsageError(
+                f"{setting}: {len(weights)} weights for {len(names)} classes, {listed(names)}"
+            )
+        return tuple(weights)
+
+    # Learning
+
+    def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs, and targets (n, K) in their dtype: 0, 1, or NaN where unknown."""
+        return inputs, targets.to(inputs.dtype).masked_fill(targets == UNKNOWN, math.nan)
+
+    def entry_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(
+            outputs, targets, pos_weight=self.class_weights, reduction="none"
+        )
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of known entries, with label smoothing.
+
+        A smoothed target is (1 - s) y + s / 2, as with two classes in torch's cross_entropy.
+        """
+        if self.label_smoothing:
+            targets = targets.lerp(torch.full_like(targets, 0.5), self.label_smoothing)
+        return super().loss_sum(outputs, targets)
+
+    # Evaluating
+
+    def figure_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the sums of the loss without label smoothing, weighted and not."""
+        count = self.weights(targets).sum()
+        sums = {"loss": two_sums(super().loss_sum(outputs, targets), count)}
+        if self.class_weights is None:
+            return sums
+        unweighted = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+        return {**sums, "unweighted_loss": two_sums(unweighted.nansum(), count)}
+
+    # Answering
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return the probability (n, K) of each class."""
+        return outputs.sigmoid().float()
+
+    def columns(self) -> tuple[str, ...]:
+        return "prediction", *answer_columns(self.names)
+
+    def cells(self, answer: np.ndarray) -> list[str]:
+        return [self.chosen(answer), *(f"{probability:.6f}" for probability in answer)]
+
+    def table(self, answers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the classes that are present, as "a;b", then the probability of each."""
+        chosen = np.array([*map(self.chosen, answers)], str)
+        return {
+            "prediction": chosen,
+            **dict(zip(answer_columns(self.names), answers.T, strict=True)),
+        }
+
+    def chosen(self, answer: np.ndarray) -> str:
+        """Return the classes with probabilities (K,) from their thresholds on, as "a;b"."""
+        is_present = answer >= np.array(self.thresholds, np.float32)
+        return ";".join(name for name, is_in in zip(self.names, is_present, strict=True) if is_in)
+
+    def target_columns(self) -> tuple[str, ...]:
+        return ("labels",)
+
+    def target_cells(self, target: Any) -> list[str]:
+        """Return the classes of a stored target (K,), as in a table of labels: "a;?b"."""
+        marks = {1: "", UNKNOWN: "?"}
+        pairs = zip(self.names, target.tolist(), strict=True)
+        return [";".join(f"{marks[value]}{name}" for name, value in pairs if value in marks)]
+
+    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Caption]:
+        """Return the true classes, if they are known, and those that are answered."""
+        captions = []
+        for number in np.flatnonzero(chosen).tolist():
+            lines = [f"answer: {self.chosen(answers[number]) or 'none'}"]
+            is_wrong = False
+            if block.targets is not None:
+                target = block.targets[number]
+                lines.insert(0, f"true: {self.target_cells(target)[0] or 'none'}")
+                is_present = answers[number] >= np.array(self.thresholds, np.float32)
+                is_wrong = bool(((target != is_present) & (target != UNKNOWN)).any())
+            captions.append(Caption(int(block.rows[number]), tuple(lines), is_wrong))
+        return captions
+
+
+def count_entries(train: Split) -> np.ndarray:
+    """Return how many training images lack and have each class, (2, K) int64."""
+    counts = np.zeros((2, len(train.pack.targets.names)), np.int64)
+    for targets in train.read_all_targets():
+        counts += [(targets == value).sum(0) for value in (0, 1)]
+    return counts

@@ -1,0 +1,145 @@
+"""Measure images: T values of each, learned by the squared error of standardized values.
+
+A value x of a column is learned as (x - mean) / std, of all known training values of the column.
+All that a user sees is in the units of the data: answers, figures, an exported network. Only the
+loss, the user's own too, is that of standardized values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpctrain.data.split import Split
+from hpctrain.data.statistics import ChannelStatistics
+from hpctrain.errors import UsageError
+from hpctrain.plan import TargetScaling
+from hpctrain.report.results import answer_columns
+from hpctrain.tasks.entries import EntriesTask
+from hpctrain.tasks.tally import Block
+from hpctrain.tasks.task import Caption
+from hpctrain.text import counted
+
+
+class Restore(nn.Module):
+    """Returns standardized values (n, T) in the units of the data."""
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        """`mean` and `std` (T,) are float64."""
+        super().__init__()
+        self.mean = nn.Buffer(mean)
+        self.std = nn.Buffer(std)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return (values.double() * self.std + self.mean).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class Regress(EntriesTask):
+    """Measure images: targets are standardized values (n, T), NaN where unknown, and so outputs."""
+
+    mean: Tensor | None = None  # (T,) float64; None = values are not scaled
+    std: Tensor | None = None
+
+    output: ClassVar[str] = "values"
+
+    @classmethod
+    def from_settings(
+        cls, settings: Mapping[str, Any], names: Sequence[str], like: Tensor, **fields: Any
+    ) -> Self:
+        scaling = settings.get("target_scaling")
+        mean, std = (like.new_tensor(v, dtype=torch.float64) for v in scaling or ((), ()))
+        if not scaling:
+            return cls(names=tuple(names), **fields)
+        return cls(names=tuple(names), mean=mean, std=std, **fields)
+
+    @classmethod
+    def find_scaling(cls, settings: Mapping[str, Any], train: Split) -> TargetScaling | None:
+        """Return mean and standard deviation of the known training values of each column.
+
+        Raises UsageError for a column without two different values: nothing is learned from it.
+        """
+        path = train.pack.path
+        names = train.pack.targets.names
+        statistics = ChannelStatistics(len(names), nodata=math.nan)
+        for values in train.read_all_targets():
+            statistics.add(values)
+        for name, count, low, high in zip(
+            names, statistics.count, statistics.low, statistics.high, strict=True
+        ):
+            images = counted(len(train), "training image")
+            if count == 0:
+                raise UsageError(f"{path}: {name} is unknown in all {images}: leave it out")
+            if low == high:
+                raise UsageError(
+                    f"{path}: {name} is {low:g} in all {images} that have it, without deviation:"
+                    " leave it out"
+                )
+        return statistics.mean_and_std() if settings["target_scale"] == "std" else None
+
+    # Learning
+
+    def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs, and standardized targets (n, T) in their dtype, NaN where unknown."""
+        if self.mean is not None and self.std is not None:
+            targets = (targets.double() - self.mean) / self.std
+        return inputs, targets.to(inputs.dtype)
+
+    def entry_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets, reduction="none")
+
+    # In the units of the data
+
+    def exported(self) -> nn.Module | None:
+        if self.mean is None or self.std is None:
+            return None
+        return Restore(self.mean, self.std)
+
+    def restored(self, values: Tensor) -> Tensor:
+        """Return values (n, T) in the units of the data."""
+        restore = self.exported()
+        restored: Tensor = restore(values) if restore else values
+        return restored
+
+    def in_units(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self.restored(outputs), self.restored(targets)
+
+    # Answering
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        """Return the values (n, T) in the units of the data."""
+        return self.restored(outputs).float()
+
+    def columns(self) -> tuple[str, ...]:
+        return answer_columns(self.names)
+
+    def cells(self, answer: np.ndarray) -> list[str]:
+        return [str(value) for value in answer]
+
+    def target_columns(self) -> tuple[str, ...]:
+        return tuple(f"true {name}" for name in self.names)
+
+    def target_cells(self, target: Any) -> list[str]:
+        """Return the stored values (T,), "" where they are unknown."""
+        return ["" if np.isnan(value) else str(value) for value in target]
+
+    def captions(self, block: Block, answers: np.ndarray, chosen: np.ndarray) -> list[Caption]:
+        """Return the values that are answered, and the true ones, if they are known."""
+        captions = []
+        for number in np.flatnonzero(chosen).tolist():
+            lines = [
+                f"{name}: {value:.4g}"
+                for name, value in zip(self.names, answers[number], strict=True)
+            ]
+            if block.targets is not None:
+                true = [f"{value:.4g}" for value in block.targets[number]]
+                lines = [f"{line} (true {value})" for line, value in zip(lines, true, strict=True)]
+            captions.append(Caption(int(block.rows[number]), tuple(lines), is_wrong=False))
+        return captions
