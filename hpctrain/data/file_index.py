@@ -278,10 +278,10 @@ def join_contents(matching: MatchingFiles, contents: Sequence[FileContent]) -> I
         advice = ""
         if other.scale_attributes != first.scale_attributes:
             advice = f"; {WRITE_PHYSICAL}"
-        raise UsageError(
-            f"{paths[0]} holds {other}, but {paths[1]} {first}:"
-            f" {len(unlike):,} of {len(contents):,} files differ from the first{advice}"
-        )
+        count = ""
+        if len(contents) > 2:
+            count = f": {len(unlike):,} of {len(contents):,} files differ from the first"
+        raise UsageError(f"{paths[0]} holds {other}, but {paths[1]} {first}{count}{advice}")
     return Index(
         format=first,
         names=matching.names,

@@ -38,7 +38,7 @@ from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report.results import open_table, write_image
 from hpctrain.tasks.tally import Block
 from hpctrain.tasks.task import Caption, Task
-from hpctrain.text import MOST_NAMED, listed, printable, say
+from hpctrain.text import MOST_NAMED, counted, listed, printable, say
 from hpctrain.watchdog import started, waiting
 
 
@@ -61,7 +61,11 @@ def main(config: PredictConfig, comm: Comm) -> int:
                 )
             warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
             dataset = Dataset(config.images, config.layout)
-            files = on_root(comm, list_files, network, config.files, dataset)
+            unusable: dict[str, str] = {}  # on rank 0: HDF5 files
+            skipped = unusable if config.skip_bad else None
+            files = on_root(comm, list_files, network, config.files, dataset, skipped)
+            if unusable:
+                say_left_out(counted(len(unusable), "file"), unusable.values())
             with on_all(comm):
                 images = Images(network, files, network.decoders)
             write_answers = write_images if task.gives_images else write_table
@@ -197,9 +201,14 @@ def report_unusable(config: PredictConfig, bad: Mapping[int, str], total: int, h
     if not config.skip_bad or len(bad) == total:
         refuse_unusable(bad, total, f"; {hint}")
     elif bad:
-        texts = [printable(bad[row], newlines=False) for row in sorted(bad)]
-        reasons = listed(texts, MOST_NAMED, "; ")
-        say(f"left out, {len(bad):,} of {total:,} images: {reasons}", sys.stderr)
+        reasons = [bad[row] for row in sorted(bad)]
+        say_left_out(f"{len(bad):,} of {total:,} images", reasons)
+
+
+def say_left_out(count: str, reasons: Collection[str]) -> None:
+    """Print a line on what --skip-bad has left out, such as "2 of 31 images"."""
+    texts = [printable(reason, newlines=False) for reason in reasons]
+    say(f"left out, {count}: {listed(texts, MOST_NAMED, '; ')}", sys.stderr)
 
 
 def is_png(dtype: str, channels: int) -> bool:

@@ -56,9 +56,41 @@ def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Datas
     """Open HDF5 files for the network with these metadata. Raises UsageError.
 
     Their images must have its shape, one type, and values that have a meaning in its scale.
+    Attributes that are not applied are printed, if the training had none of them.
     """
+    parts = open_parts(paths, metadata, dataset)
+    if dataset != Dataset() and all(part.is_pack for part in parts):
+        raise UsageError(f"--images and --layout are not of packs, as {paths[0]}: leave them out")
+    trained = [without_count(note) for note in metadata["provenance"].get("notes", ())]
+    for part in parts:
+        if part.is_pack:
+            continue
+        for note in part.pack.provenance["notes"]:
+            if without_count(note) not in trained:
+                note = note.replace("--nodata", "train with --nodata")
+                say(f"{part.paths[0]}: {note}", sys.stderr)
+    return parts
+
+
+def find_unusable(
+    paths: Sequence[str], metadata: Mapping[str, Any], dataset: Dataset
+) -> dict[str, str]:
+    """Return why HDF5 files cannot be used, by path: alone, or beside the first that can be."""
+    usable: list[str] = []
+    unusable: dict[str, str] = {}
+    for path in paths:
+        try:
+            open_parts([*(usable or [path]), path], metadata, dataset)
+        except UsageError as error:
+            unusable[path] = str(error)
+        else:
+            usable = usable or [path]
+    return unusable
+
+
+def open_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Dataset) -> list[Part]:
+    """Open and check HDF5 files as `list_parts` does. Raises UsageError."""
     scale = Scale(**metadata["scale"])
-    shape = tuple(metadata["image_shape"])
     parts = list[Part]()
     for are_packs, group in groupby(paths, is_pack):
         if are_packs:
@@ -68,27 +100,31 @@ def list_parts(paths: Sequence[str], metadata: Mapping[str, Any], dataset: Datas
                 parts += [Part([path], pack, split) for split in splits]
         else:
             parts.append(open_external_rows([*group], metadata, dataset, scale.nodata))
-    if dataset != Dataset() and all(part.is_pack for part in parts):
-        raise UsageError(f"--images and --layout are not of packs, as {paths[0]}: leave them out")
     for part in parts:
-        pack = part.pack
-        check_nodata(pack, scale)
-        check_scale_attributes(pack, metadata)
-        if pack.image_shape != shape:
+        check_part(part, metadata, scale)
+        if part.pack.dtype != parts[0].pack.dtype:
             raise UsageError(
-                f"{part.paths[0]} holds images {pack.image_shape} (H, W, C), read as {pack.layout},"
-                f" and this network takes {shape}"
-            )
-        if pack.dtype != parts[0].pack.dtype:
-            raise UsageError(
-                f"{part.paths[0]} holds {pack.dtype} images, and {parts[0].paths[0]}"
+                f"{part.paths[0]} holds {part.pack.dtype} images, and {parts[0].paths[0]}"
                 f" {parts[0].pack.dtype}: predict them one after the other"
             )
-        try:
-            scale.divisor_for(pack.dtype.name, *probe_range(part, scale.nodata), is_whole=True)
-        except UsageError as error:
-            raise UsageError(f"{part.paths[0]}: {error}") from None
     return parts
+
+
+def check_part(part: Part, metadata: Mapping[str, Any], scale: Scale) -> None:
+    """Raise UsageError unless a network with these metadata can be given the images of a part."""
+    pack = part.pack
+    shape = tuple(metadata["image_shape"])
+    check_nodata(pack, scale)
+    check_scale_attributes(pack, metadata)
+    if pack.image_shape != shape:
+        raise UsageError(
+            f"{part.paths[0]} holds images {pack.image_shape} (H, W, C), read as {pack.layout},"
+            f" and this network takes {shape}"
+        )
+    try:
+        scale.divisor_for(pack.dtype.name, *probe_range(part, scale.nodata), is_whole=True)
+    except UsageError as error:
+        raise UsageError(f"{part.paths[0]}: {error}") from None
 
 
 def probe_range(part: Part, nodata: float | None) -> tuple[float, float]:
@@ -132,12 +168,7 @@ def open_external_rows(
             f"{paths[0]}: {why}: name the dataset to predict, as in --images x; in Python, give an"
             " array of it"
         )
-    pack = open_rows(paths, options)
-    trained = [without_count(note) for note in metadata["provenance"].get("notes", ())]
-    for note in pack.provenance["notes"]:
-        if without_count(note) not in trained:
-            say(f"{paths[0]}: {note.replace('--nodata', 'train with --nodata')}", sys.stderr)
-    return Part(paths, pack, "train")
+    return Part(paths, open_rows(paths, options), "train")
 
 
 def without_count(note: str) -> str:

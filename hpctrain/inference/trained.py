@@ -41,7 +41,7 @@ from hpctrain.data.split import Bad
 from hpctrain.data.values import decode_reduced, decode_stored, is_npy, load_array
 from hpctrain.errors import RunError, UsageError, first_line, one_line
 from hpctrain.inference.network import Inference, find_model
-from hpctrain.inference.rows import Dataset, Part, Rows, list_parts
+from hpctrain.inference.rows import Dataset, Part, Rows, find_unusable, list_parts
 from hpctrain.models import build, input_like, load_weights, read_model
 from hpctrain.models.init import normalization_of
 from hpctrain.models.memory_format import move_model
@@ -240,17 +240,20 @@ class TrainedNetwork:
 
         `images` are given as to `preprocess`. `batch_size` images pass through the network at a
         time, by default as many as in the run's own test. Raises RunError for images that cannot be
-        used; with `skip_bad` they are left out, and listed in the result. Raises UsageError.
+        used, and UsageError for HDF5 files; with `skip_bad` they are left out, and listed in the
+        result. Raises UsageError.
         """
         task = self.inference.task
         if task.gives_images:
             raise UsageError(f"this network {task.facts.use}: call model(preprocess(images))")
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size {batch_size}: give 1 or more")
+        files: dict[str, str] = {}  # that cannot be used
         inference = self.inference._replace(rows=batch_size or self.inference.rows)
         smaller = explain_errors(RunError, "a smaller batch_size needs less")
         flags = torch_flags(inference.task.precision, benchmark=False)
-        with closing(open_images(self, images)) as opened, flags, smaller:
+        opening = closing(open_images(self, images, files if skip_bad else None))
+        with opening as opened, flags, smaller:
             blocks = range(inference.blocks(len(opened)))
             answered = list(inference.answers(opened, blocks))
             rows = [row for block, _ in answered for row in block.rows.tolist()]
@@ -269,7 +272,7 @@ class TrainedNetwork:
         outputs = task.outputs(len(self.columns or self.classes))
         none = np.empty((0, outputs), np.float32)
         numbers = np.concatenate([none, *(answers for _, answers in answered)])
-        unusable = {opened.source_of(row): bad[row] for row in sorted(bad)}
+        unusable = files | {opened.source_of(row): bad[row] for row in sorted(bad)}
         return Predictions(columns | task.table(numbers), numbers, unusable)
 
 
@@ -531,8 +534,13 @@ def fit_of(network: TrainedNetwork) -> Fit:
     return fit
 
 
-def open_images(network: TrainedNetwork, images: Any) -> Images:
-    """Return `images`, which are given as to `TrainedNetwork.preprocess`. Raises UsageError."""
+def open_images(
+    network: TrainedNetwork, images: Any, unusable: dict[str, str] | None = None
+) -> Images:
+    """Return `images`, which are given as to `TrainedNetwork.preprocess`. Raises UsageError.
+
+    HDF5 files that cannot be used are left out as `list_files` says.
+    """
     if isinstance(images, str | os.PathLike | Image.Image):
         images = [images]
     elif hasattr(images, "__array__"):  # also of torch and pandas
@@ -546,7 +554,7 @@ def open_images(network: TrainedNetwork, images: Any) -> Images:
     if any(are_files):
         if not all(are_files):
             raise UsageError("files among arrays: give files only, or arrays only")
-        return Images(network, list_files(network, images, Dataset()))
+        return Images(network, list_files(network, images, Dataset(), unusable))
     arrays = [x if isinstance(x, Image.Image) else as_array(network, x) for x in images]
     types = {getattr(array, "dtype", np.dtype(np.uint8)) for array in arrays}
     if len(types) > 1:
@@ -555,9 +563,16 @@ def open_images(network: TrainedNetwork, images: Any) -> Images:
 
 
 def list_files(
-    network: TrainedNetwork, targets: Sequence[str | os.PathLike[str]], dataset: Dataset
+    network: TrainedNetwork,
+    targets: Sequence[str | os.PathLike[str]],
+    dataset: Dataset,
+    unusable: dict[str, str] | None = None,
 ) -> list[Path] | list[Part]:
-    """List image files as `list_images` does, or open HDF5 files. Raises UsageError."""
+    """List image files as `list_images` does, or open HDF5 files. Raises UsageError.
+
+    If `unusable` is given, HDF5 files that cannot be used are left out, and it says why, unless
+    these are all.
+    """
     files = list_images(targets)
     with decode_threads() as threads:
         are_hdf5 = list(threads.map(_begins_as_hdf5, files))
@@ -565,13 +580,32 @@ def list_files(
         if dataset != Dataset():
             raise UsageError("--images and --layout are of HDF5 files, and these are none")
         return files
+    if unusable is not None:
+        leave_out_others(files, are_hdf5, unusable)
     if not all(are_hdf5):
         one = files[are_hdf5.index(True)]
         other = files[are_hdf5.index(False)]
         raise UsageError(
             f"{one} is an HDF5 file, and {other} is not: name files of one kind, as in 'new/*.h5'"
         )
-    return list_parts([*map(str, files)], network.metadata, dataset)
+    paths = [*map(str, files)]
+    if unusable is not None and len(paths) > 1:
+        reasons = find_unusable(paths, network.metadata, dataset)
+        if len(reasons) == len(paths):
+            raise UsageError(f"{reasons[paths[0]]} ({len(paths):,} of {len(paths):,} files)")
+        unusable |= reasons
+        paths = [path for path in paths if path not in reasons]
+    return list_parts(paths, network.metadata, dataset)
+
+
+def leave_out_others(files: list[Path], are_hdf5: list[bool], unusable: dict[str, str]) -> None:
+    """Leave out files that are no HDF5 files, but are named as one of those is; say so."""
+    suffixes = {file.suffix for file, is_such in zip(files, are_hdf5, strict=True) if is_such}
+    for number in reversed(range(len(files))):
+        file = files[number]
+        if not are_hdf5[number] and file.suffix in suffixes:
+            unusable[str(file)] = f"{file} is not an HDF5 file"
+            del files[number], are_hdf5[number]
 
 
 def is_batch(array: np.ndarray, image_shape: tuple[int, int, int]) -> bool:

@@ -206,6 +206,59 @@ def test_a_file_unlike_the_training_is_refused_in_one_line(trained, tmp_path, ca
     assert not output.exists()
 
 
+def spoiled(folder):
+    """HDF5 files that cannot be used beside others, by what is wrong with them."""
+    images = scenes(4, 3)
+    files = {
+        "truncated file": write_new(folder / "cut.h5", images),
+        "there is no dataset 'x'; it holds z": write_new(folder / "other.h5", images, "z"),
+        r"holds images \(9, 8, 5\) .* this network takes \(8, 8, 5\)": write_new(
+            folder / "high.h5", np.pad(images, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        ),
+        "holds images of >i2 .* in NCHW, but": write_new(folder / "big.h5", images.astype(">i2")),
+        "is not an HDF5 file": folder / "empty.h5",
+    }
+    (folder / "cut.h5").write_bytes((folder / "cut.h5").read_bytes()[:-1000])
+    (folder / "empty.h5").write_bytes(b"")
+    return files
+
+
+def test_files_that_cannot_be_used_are_refused_or_left_out_and_named(trained, tmp_path):
+    images = scenes(11, 5)
+    good = [write_new(tmp_path / f"{n}.h5", images[part]) for n, part in enumerate(PARTS)]
+    bad = spoiled(tmp_path)
+    splits = {"train": (scenes(4, 3)[:, 0], [0, 1, 0, 1])}
+    bad["holds images .* and this network takes"] = tmp_path / "pack.h5"
+    hp.write_pack(tmp_path / "pack.h5", splits, "ab", nodata=NODATA, max_value=4000)
+    paths = [*bad.values()]
+    given = [*paths[:3], good[0], *paths[3:], good[1]]
+    output = tmp_path / "answers.csv"
+    words = ["predict", trained, *given, "--trust-code", "--threads=1", f"--output={output}"]
+    refused = command(3, *words)
+    assert refused.code == 2 and not output.exists()
+    tables = []
+    for ranks in (1, 3):
+        ended = command(ranks, *words, "--skip-bad", "--batch-size=3")
+        (line,) = [x for x in ended.err.splitlines() if x.startswith("left out, 6 files: ")]
+        for reason, path in bad.items():
+            assert re.search(f"{path.name}.*{reason}|{reason}.*{path.name}", line), (path, line)
+        assert ended.code == 0 and "files differ" not in line
+        tables.append(output.read_bytes())
+    assert tables[0] == tables[1] and len(tables[0].splitlines()) == 1 + 11
+
+    network = hp.load(trained, trust_code=True)
+    answers = network.predict(given, skip_bad=True)
+    assert {*answers.unusable} == {*map(str, paths)}
+    assert np.allclose(answers.probabilities, expected(trained, images), rtol=0, atol=1e-6)
+    with pytest.raises(hp.UsageError, match="truncated file"):
+        network.predict(given[:4])
+    with pytest.raises(hp.UsageError, match=r"truncated file.* \(2 of 2 files\)"):
+        network.predict(given[:2], skip_bad=True)
+
+
+PARTS = (slice(0, 4), slice(4, 11))
+
+
 def test_a_pack_is_read_with_all_its_splits(tmp_path, capfd):
     images = np.random.default_rng(0).integers(0, 256, (30, SIDE, SIDE, 3)).astype("u1")
     labels = np.arange(30) % 2
