@@ -250,6 +250,7 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
         content.labels[split] = np.empty(0, np.int64)
         if options.labels:
             labels = find_dataset(file, options.labels.replace("{split}", name))
+            refuse_other_axis(images, labels)
             content.labels[split] = number_names(
                 read_all_labels(labels, len(images)), f"the labels {labels.name}"
             )
@@ -429,6 +430,22 @@ def read_all_labels(
         row = int(whole.argmin())
         raise Unusable(f"{name} are not whole numbers of 64 bits: row {row} is {values[row]:g}")
     return labels
+
+
+def refuse_other_axis(images: h5py.Dataset, labels: h5py.Dataset) -> None:
+    """Raise Unusable for labels of another axis of the images than their first, as of (H, W, N)."""
+    shape = labels.shape or (1,)
+    count = max(shape) if labels.size == max(shape) else shape[0]
+    axes = [axis for axis, length in enumerate(images.shape) if length == count]
+    if 1 in (count, len(images)) or not axes or 0 in axes:
+        return
+    labelled = " or ".join(f"axis {axis}" for axis in axes)
+    move = f"numpy.moveaxis(file['{images.name}'][:], {axes[-1]}, 0)"
+    raise Unusable(
+        f"the labels {labels.name} have shape {labels.shape}, and the images {images.name}"
+        f" {images.shape}: the images are along their first axis (axis 0), but {labelled} has"
+        f" {count:,}; write them anew, file['new'] = {move}"
+    )
 
 
 def refuse_missing(data: h5py.Dataset, values: np.ndarray) -> None:

@@ -30,6 +30,7 @@ from hpctrain.data.external import (
     read_all_labels,
     read_content,
     read_external,
+    refuse_other_axis,
 )
 from hpctrain.data.file_set import absolute_pattern, is_pattern, split_pattern
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
@@ -166,6 +167,8 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
         if options.labels:
             labels = find_dataset(file, options.labels)
             names.append(labels.name)
+            if not is_sample:
+                refuse_other_axis(images, labels)
             texts = read_all_labels(labels, rows, sizes)
             label_type = "strings" if texts.dtype.kind == "U" else "integers"
             if labels.size > rows:

@@ -206,6 +206,26 @@ def test_strings_are_names_of_classes_in_sorted_order(tmp_path, kind):
     assert as_set(*everything(pack)) == as_set(IMAGES, np.array([3, 0, 1, 2])[LABELS])
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("name", ["a.h5", "*.h5"])
+def test_labels_of_another_axis_than_the_first_are_refused_with_what_moves_it(tmp_path, axis, name):
+    """As climate fields (lat, lon, time)."""
+    images = IMAGES[:90, ..., 0]
+    path = write(tmp_path / "a.h5", np.moveaxis(images, 0, axis), LABELS[:90, None])
+    shape = (7, 90, 5) if axis == 1 else (7, 5, 90)
+    text = refusal(tmp_path / name)
+    assert f"/y have shape (90, 1), and the images /x {shape}" in text
+    assert f"but axis {axis} has 90; write them anew" in text
+    with h5py.File(path, "a") as file:
+        exec(text.partition("anew, ")[2], {"numpy": np, "file": file})
+        for old, new in (("x", "old"), ("new", "x")):
+            file.move(old, new)
+    pack = read(path)
+    assert as_set(*everything(pack)) == as_set(images[..., None], LABELS[:90])
+    one_hot = write(tmp_path / "one.h5", IMAGES[:1], np.eye(7)[3])  # of as many classes as lines
+    assert read(one_hot, split="1").image_shape == (7, 5, 3)
+
+
 def test_labels_that_are_marked_as_missing_are_refused(tmp_path):
     """By an attribute of netCDF; they would be a class of their own."""
     for number, (values, missing) in enumerate({"i1": -127, "f4": -9999, "u1": 255}.items()):
