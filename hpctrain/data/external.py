@@ -330,7 +330,7 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
     check_type(data)
     if layout in ONE_SAMPLE:
         if len(shape) != len(layout):
-            raise Unusable(f"{name} have shape {shape}, which is not {layout}: say --layout")
+            raise Unusable(describe_other_axes(name, shape, layout))
         if 0 in shape:
             raise Unusable(f"{name} have shape {shape}: they hold nothing")
         return f"N{layout}"
@@ -349,10 +349,17 @@ def choose_layout(data: h5py.Dataset, layout: str) -> str:
     if 0 in shape:
         raise Unusable(f"{name} have shape {shape}: they hold nothing")
     if len(shape) != len(LAYOUTS[chosen]):
-        raise Unusable(f"{name} have shape {shape}, which is not {chosen}: say --layout")
+        raise Unusable(describe_other_axes(name, shape, chosen))
     if not layout and len(shape) == 4 and shape[LAYOUTS[chosen][3]] > MOST_CHANNELS:
         raise Unusable(f"{name} have shape {shape}: say --layout NHWC, NCHW or (of MATLAB) NCWH")
     return chosen
+
+
+def describe_other_axes(name: str, shape: tuple[int, ...], layout: str) -> str:
+    """Return why images of this shape have not the axes of a layout, and which have so many."""
+    fitting = [other for other in (*LAYOUTS, *ONE_SAMPLE) if len(other) == len(shape)]
+    advice = f": layouts of {len(shape)} axes are {listed(fitting)}" if fitting else ""
+    return f"{name} have shape {shape}, which is not {layout}{advice}"
 
 
 def check_type(data: h5py.Dataset) -> None:

@@ -218,6 +218,7 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
                 f"the pack that {network.path} was trained on, {metadata['pack']}, is gone: give"
                 " --data"
             )
+        advice = "" if config.data else "; give --data"
         path = find_pack_path(config.data or metadata["pack"], config.cache_dir)
         pack = read_in_scale(path, metadata["external"], network.scale, config.cache_dir)
         require_split(pack, config.split)
@@ -233,7 +234,7 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
             if value != trained:
                 raise UsageError(
                     f"{pack.path} is not the pack that {network.path} was trained on, nor like it:"
-                    f" {name} {brief(value)}, not {brief(trained)}; give --data"
+                    f" {name} {brief(value)}, not {brief(trained)}{advice}"
                 )
         if config.data:
             say_share(pack, config.split)
@@ -272,7 +273,11 @@ def read_in_scale(
         options = ExternalOptions(**external)
         if not is_pattern(path):  # one file has no groups of files
             options = options._replace(group=None)
-        pack = open_external(path, options, cache_dir)
+        try:
+            pack = open_external(path, options, cache_dir)
+        except UsageError as error:
+            read_as = f"images {options.images}, labels {options.labels}, layout {options.layout}"
+            raise UsageError(f"{error}; it is read as in the training: {read_as}") from None
     check_nodata(pack, scale)
     try:
         divisor = scale.divisor_for(pack.scale.dtype, *range_of(pack))

@@ -176,7 +176,7 @@ REFUSED = {
     ),
     "size": (scenes(3, 1)[..., :7], [], r"\(8, 7, 5\) .* takes \(8, 8, 5\)"),
     "layout": (scenes(3, 1), ["--layout=NHWC"], r"\(5, 8, 8\) \(H, W, C\), read as NHWC"),
-    "axes": (scenes(3, 1)[:, 0], [], "which is not NCHW: say --layout"),
+    "axes": (scenes(3, 1)[:, 0], [], "which is not NCHW: layouts of 3 axes are NHW, NWH, HWC"),
     "type": (scenes(3, 1).astype("u1"), [], "new.h5: .*uint8"),
     "name": (scenes(3, 1), ["--images=z"], "there is no dataset 'z'; it holds x"),
     "scale": (
@@ -204,6 +204,21 @@ def test_a_file_unlike_the_training_is_refused_in_one_line(trained, tmp_path, ca
     (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("hpctrain: ")]
     assert re.search(text, line)
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("images", "text"),
+    [
+        (scenes(9, 1)[:, 0], "which is not NCHW: .*; it is read as in the training: images x"),
+        (scenes(9, 1)[..., 0, 0], r"shape \(9, 5\).*; it is read as .* labels y, layout NCHW"),
+        (scenes(9, 1)[..., 1:], r"nor like it: images of shape \(8, 7, 5\), not \(8, 8, 5\)$"),
+    ],
+)
+def test_evaluate_says_how_a_file_of_another_shape_is_read(trained, tmp_path, images, text):
+    """It has no --layout, and --data was given."""
+    new = write(tmp_path / "new.h5", images, np.arange(9) % 2)
+    with pytest.raises(hp.UsageError, match=text):
+        hp.evaluate(trained, data=str(new), threads=1, trust_code=True)
 
 
 def spoiled(folder):
