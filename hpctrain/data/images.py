@@ -72,7 +72,6 @@ MAX_RATIO = 4 / 3
 MAX_THREADS = 8
 GDAL_NODATA = 42113  # tag of a TIFF
 GRAY_ALPHA_16 = "LA;16B"  # which Pillow opens as RGBA
-GROUNDS = {"white": (255, 255, 255, 255), "black": (0, 0, 0, 255)}
 
 DEEP_ENOUGH = 2**14  # 16-bit images with smaller values only are refused
 ASPECT_TOLERANCE = 0.01  # within which an image counts as not stretched
@@ -95,7 +94,8 @@ class OtherKind(BadImage):
 class Fit(NamedTuple):
     """Size and channels of every decoded image, with `crop` cut to its proportions first.
 
-    Transparent pixels are blended over `background`. `decode_stored` (``values.py``) also takes 0
+    Transparent pixels are blended over `background`, in which white is the stored value `white`,
+    None = the largest of the type. `decode_stored` (``values.py``) also takes 0
     for width and height, or for channels: those of the file. With `exact`, it refuses to resize;
     with `pages`, the pages of a TIFF are channels. Files that state other axes of them than `axes`
     are refused, unless it is None; "" is that no file states them.
@@ -109,6 +109,7 @@ class Fit(NamedTuple):
     exact: bool = False
     pages: bool = False
     axes: str | None = None
+    white: float | None = None
 
     @classmethod
     def of_pack(
@@ -132,6 +133,7 @@ class Fit(NamedTuple):
             exact=way == "tiles" or nodata is not None,
             pages=bool(provenance.get("pages")),
             axes=provenance.get("axes"),
+            white=provenance.get("white"),
         )
 
     def of_size(self, width: int, height: int) -> Fit:
@@ -139,6 +141,22 @@ class Fit(NamedTuple):
         if self.width:
             return self
         return self._replace(width=width, height=height)
+
+    def ground(self, largest: int) -> int:
+        """Return the stored value behind transparent pixels, of a type with this largest value.
+
+        Raises BadImage if it has none for white.
+        """
+        if self.background == "black":
+            return 0
+        if self.white is None:
+            return largest
+        if self.white > largest:
+            raise BadImage(
+                f"transparent pixels, which cannot become white, as --max-value {self.white:g} is"
+                f" beyond {largest:,}: --background black"
+            )
+        return round(self.white)
 
 
 class Change(IntEnum):
@@ -322,14 +340,14 @@ def convert_to_jpeg(data: bytes, fit: Fit) -> tuple[bytes, bytes, Changes]:
     is_jpeg = opened.format in ("JPEG", "MPO") and opened.mode in ("L", "RGB")  # MPO: several JPEGs
     if is_jpeg and orientation_of(opened, Changes()) == 1:
         return data, decode_opened(opened, data, fit, changes), changes
-    file, encoded = encode_jpeg(data, fit.background)
+    file, encoded = encode_jpeg(data, fit)
     pixels, changes = decode(file, fit)
     changes.add(encoded)
     return file, pixels, changes
 
 
 @raises_bad_image
-def encode_jpeg(data: bytes, background: Background) -> tuple[bytes, Changes]:
+def encode_jpeg(data: bytes, fit: Fit) -> tuple[bytes, Changes]:
     """Encode an image file as an upright JPEG file, gray or YCbCr, of the same size.
 
     Steps 2 and 4 of the module's docstring are applied before; these changes are returned, too.
@@ -338,7 +356,7 @@ def encode_jpeg(data: bytes, background: Background) -> tuple[bytes, Changes]:
     changes = Changes()
     image, _ = _load(data, changes)
     turn = TURNS.get(orientation_of(image, changes))
-    image = _gray_or_rgb(image, background, changes)
+    image = _gray_or_rgb(image, fit, changes)
     file = io.BytesIO()
     upright = image if turn is None else image.transpose(turn)
     upright.save(file, "JPEG", quality=QUALITY, subsampling="4:4:4")
@@ -435,7 +453,7 @@ def inspect(image: Image.Image, data: bytes, changes: Changes) -> None:
 def _fit_bytes(image: Image.Image, box: Box, fit: Fit, changes: Changes) -> bytes:
     """Return the bytes of a decoded image in the size and channels of `fit`."""
     orientation = orientation_of(image, changes)  # after loading, which rotates a TIFF
-    image = _gray_or_rgb(image, fit.background, changes)
+    image = _gray_or_rgb(image, fit, changes)
     _compare(image, box, fit, orientation, changes)
     return _resize(image, box, fit, orientation).tobytes()
 
@@ -497,7 +515,7 @@ def centred_box(box: Box, size: tuple[int, int]) -> Box:
     return x, y, min(x + width, right), min(y + height, bottom)
 
 
-def _gray_or_rgb(image: Image.Image, background: Background, changes: Changes) -> Image.Image:
+def _gray_or_rgb(image: Image.Image, fit: Fit, changes: Changes) -> Image.Image:
     """Convert to gray or RGB, step 2 of the module's docstring."""
     transparent = image.has_transparency_data
     if image.mode in ("L", "RGB") and not transparent:
@@ -507,18 +525,18 @@ def _gray_or_rgb(image: Image.Image, background: Background, changes: Changes) -
     if image.mode.startswith("I"):  # value / 257, rounded, so that 65535 becomes 255
         changes.kinds |= Change.SIXTEEN_BITS
         white = 2 ** gray_bits(image) - 1
-        values = (255 * _gray_values(image, background, changes) + white // 2) // white
+        values = (255 * _gray_values(image, fit, changes) + white // 2) // white
         changes.largest = changes.largest * 65535 // white
         return Image.fromarray(values.astype(np.uint8))
     if image.mode in ("CMYK", "YCbCr"):
         changes.kinds |= Change.COLOUR_SPACE
     colour = has_colour(image)
     if transparent:
-        image = _without_alpha(image, background, changes)
+        image = _without_alpha(image, fit, changes)
     return image.convert("RGB" if colour else "L")
 
 
-def _gray_values(image: Image.Image, background: Background, changes: Changes) -> np.ndarray:
+def _gray_values(image: Image.Image, fit: Fit, changes: Changes) -> np.ndarray:
     """Return the values (H, W) int64 of a gray image of more than 8 bits, in [0, 65535]."""
     values = np.asarray(image).astype(np.int64)
     if values.size and (values.min() < 0 or values.max() > 65535):
@@ -532,11 +550,11 @@ def _gray_values(image: Image.Image, background: Background, changes: Changes) -
         changes.kinds |= Change.EMPTY_ALPHA
     elif clear.any():
         changes.kinds |= Change.TRANSPARENCY
-        values[clear] = GROUNDS[background][0] * 257
+        values[clear] = 257 * fit.ground(255)
     return values
 
 
-def _without_alpha(image: Image.Image, background: Background, changes: Changes) -> Image.Image:
+def _without_alpha(image: Image.Image, fit: Fit, changes: Changes) -> Image.Image:
     """Blend an image over the background, unless its alpha channel is 0 everywhere."""
     if image.mode == "La":  # premultiplied
         image = image.convert("LA")
@@ -548,7 +566,8 @@ def _without_alpha(image: Image.Image, background: Background, changes: Changes)
         changes.kinds |= Change.EMPTY_ALPHA
         return image.convert("RGB")
     changes.kinds |= Change.TRANSPARENCY
-    ground = Image.new("RGBA", image.size, GROUNDS[background])
+    value = fit.ground(255)
+    ground = Image.new("RGBA", image.size, (value, value, value, 255))
     return Image.alpha_composite(ground, image)
 
 

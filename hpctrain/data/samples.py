@@ -116,20 +116,20 @@ def blend(samples: Samples, fit: Fit, changes: Changes) -> np.ndarray:
     values = samples.values
     if values.dtype.name not in PICTURE_TYPES:
         return values
-    white = np.iinfo(values.dtype).max
-    ground = white if fit.background == "white" else 0
+    opaque = int(np.iinfo(values.dtype).max)
     if samples.transparent is not None:
         is_clear = (values == np.array(samples.transparent)).all(axis=2)
         if is_clear.all():
             changes.kinds |= Change.EMPTY_ALPHA
         elif is_clear.any():
             changes.kinds |= Change.TRANSPARENCY
-            values = np.where(is_clear[..., None], values.dtype.type(ground), values)
+            ground = values.dtype.type(fit.ground(opaque))
+            values = np.where(is_clear[..., None], ground, values)
     if samples.alpha not in ALPHA:
         return values
     alpha = values[..., -1:]
     values = values[..., :-1]
-    if alpha.min() == white:
+    if alpha.min() == opaque:
         return values
     if not alpha.any():
         changes.kinds |= Change.EMPTY_ALPHA
@@ -138,11 +138,12 @@ def blend(samples: Samples, fit: Fit, changes: Changes) -> np.ndarray:
     opacity = alpha.astype(np.int64)
     light = values.astype(np.int64)
     if samples.alpha == ASSOCIATED:
-        light *= white
+        light *= opaque
     else:
         light *= opacity
-    blended = (light + ground * (white - opacity) + white // 2) // white
-    return blended.clip(0, white).astype(values.dtype)
+    ground = fit.ground(opaque)
+    blended = (light + ground * (opaque - opacity) + opaque // 2) // opaque
+    return blended.clip(0, opaque).astype(values.dtype)
 
 
 def choose_channels(values: np.ndarray, colours: int, fit: Fit, changes: Changes) -> np.ndarray:

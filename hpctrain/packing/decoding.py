@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.data.images import (
-    Background,
     BadImage,
     Change,
     Changes,
@@ -243,7 +242,7 @@ def write_files(
     slices: list[Slice],
     seeds: list[int],
     is_encoded: list[bool],
-    background: Background,
+    fit: Fit,
     path: str,
     offset: int,
 ) -> list[int]:
@@ -259,7 +258,7 @@ def write_files(
                 continue
             if is_encoded[row]:
                 with suppress(BadImage):  # a file that was changed since: its checksum differs
-                    file, _ = encode_jpeg(file, background)
+                    file, _ = encode_jpeg(file, fit)
             checksums[row] = checksum(file, seeds[row])
             output.write(file)
     return checksums

@@ -102,6 +102,7 @@ def choose_conversion(
         background=config.background,
         exact=is_exact or config.nodata is not None,
         pages=config.pages is not None,
+        white=config.max_value,
     )
     first = ""  # name of the image that gives the size
     types = Kinds()

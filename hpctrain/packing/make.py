@@ -464,7 +464,7 @@ def write_images(
                 source.slices(order[part]),
                 labels[part].tolist(),
                 (changed.kinds[part] & Change.ENCODED != 0).tolist(),
-                conversion.fit.background,
+                conversion.fit,
                 file.name,
                 int(writer.places[part[0]]),
             )
@@ -730,6 +730,8 @@ def provenance(
         facts["pages"] = config.pages
     if fit.axes:
         facts["axes"] = fit.axes
+    if fit.white is not None:
+        facts["white"] = fit.white
     if config.tiles:
         facts["tiles"] = {
             "overlap": config.overlap,

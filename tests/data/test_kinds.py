@@ -428,6 +428,22 @@ def test_tiles_of_equal_files_stay_together(tmp_path):
     assert facts(path)["provenance"]["duplicates"]["groups"] == 12
 
 
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_transparency_is_laid_over_the_white_of_max_value(tmp_path, capfd, encoding):
+    """The pack says which it was: files for its networks are decoded likewise."""
+    half = np.full((12, 14, 4), 99, np.uint8)
+    half[:6, :, 3] = 0
+    root = folder(tmp_path / "images", {f"{label}/half.png": encode(half) for label in "ab"})
+    make_pack(root, tmp_path / "a.h5", max_value=100, split="1", encoding=encoding)
+    assert "are beyond" not in capfd.readouterr().err
+    pack = hp.read_pack(tmp_path / "a.h5")
+    with hp.Split(pack, "train") as split:
+        image = np.empty((1, *pack.image_shape), np.uint8)
+        split.gather(np.array([0]), image)
+    assert image[0, 0].max() <= 101 and image[0, 0].min() >= 99
+    assert pack.provenance["white"] == 100
+
+
 def test_changes_of_tiles_are_counted_by_file(tmp_path, capfd):
     half = np.full((12, 14, 4), 99, np.uint8)
     half[:6, :, 3] = 0

@@ -159,6 +159,27 @@ def test_transparency_of_16_bits_is_laid_over_the_background_in_16_bits(name):
     assert WHITE not in black
 
 
+def test_transparent_pixels_become_the_white_of_max_value():
+    """Not the largest value of the type, which is beyond it."""
+    deep = np.full((1, 3, 4), 1000, np.uint16)
+    deep[0, :, 3] = [0, WHITE, WHITE // 5]
+    keyed = png16(np.array([[5, 300]], np.uint16), GRAY, tRNS=struct.pack(">H", 5))
+    fit = OWN._replace(white=4095.0)
+    values, _ = decode_stored(png16(deep, COLOUR_ALPHA), fit)
+    assert values[..., 0].tolist() == [[4095, 1000, 3476]]
+    assert decode_stored(keyed, fit)[0].tolist() == [[[4095], [300]]]
+    assert decode_stored(keyed, fit._replace(background="black"))[0].tolist() == [[[0], [300]]]
+    shallow = np.full((2, 3, 4), 50, np.uint8)
+    shallow[..., 3] = [0, 255, 51]
+    for fit in (OWN._replace(white=100.0), Fit(3, 2, 3, white=100.0)):
+        assert decode_stored(encode(shallow), fit)[0][0, :, 0].tolist() == [100, 50, 90]
+    beyond = OWN._replace(white=300.0)
+    assert (decode_stored(encode(shallow[..., :3]), beyond)[0] == 50).all()
+    for data, white in ((encode(shallow), 300.0), (keyed, 70_000.0)):
+        with pytest.raises(BadImage, match=f"as --max-value {white:g} is beyond .*: --background"):
+            decode_stored(data, OWN._replace(white=white))
+
+
 def test_an_alpha_channel_that_is_0_everywhere_is_ignored():
     clear = np.concatenate([COLOURS, np.zeros((11, 13, 1), np.uint16)], axis=2)
     for data in (png16(clear, COLOUR_ALPHA), tiff(tiff_page(clear, 2, t338=2))):
@@ -470,6 +491,7 @@ def test_the_fit_of_a_pack_follows_from_its_provenance():
     facts["axes"] = "C 5"
     expected = Fit(13, 11, 5, crop=True, background="black", pages=True, axes="C 5")
     assert Fit.of_pack((11, 13, 5), facts) == expected
+    assert Fit.of_pack((11, 13, 5), {"white": 4095.0}) == Fit(13, 11, 5, white=4095.0)
     assert Fit.of_pack((11, 13, 5), {"fit": "tiles"}) == Fit(13, 11, 5, exact=True)
     assert Fit.of_pack((11, 13, 5), {"fit": "stretch"}, -9999.0) == Fit(13, 11, 5, exact=True)
 
