@@ -314,3 +314,27 @@ def test_all_types_are_moved_as_8_bits_are(dtype):
     values = stored_values(dtype)
     moved_bytes = inputs_of(values.astype("u1"), augmentation=FLIPS_AND_SHIFTS) * 255
     assert np.allclose(inputs_of(values, augmentation=FLIPS_AND_SHIFTS), moved_bytes)
+
+
+def halved_sum(values):
+    """The sum of values (m, C): of those left when the second half is added to the first."""
+    while len(values) > 1:
+        half = len(values) // 2
+        values = np.concatenate([values[:half] + values[half : 2 * half], values[2 * half :]])
+    return values[0]
+
+
+def test_statistics_of_an_image_are_sums_in_one_order():
+    """That of a library depends on its version, the device, and the images beside it."""
+    images = np.random.default_rng(0).lognormal(0, 4, (2, 37, 53, 3))
+    pipeline = hp.Pipeline(dtype=torch.float64, normalization="image")
+    inputs = pipeline.inputs(torch.from_numpy(images), divisor=1.0)
+    for number, image in enumerate(images):
+        pixels = image.reshape(-1, 3)
+        above = pixels - pixels.min(0)
+        mean = halved_sum(above) / len(pixels)
+        deviations = above - mean
+        std = np.sqrt(halved_sum(deviations * deviations) / len(pixels))
+        expected = (image - (pixels.min(0) + mean)) * (1 / std)
+        assert np.array_equal(inputs[number].permute(1, 2, 0).numpy(), expected)
+        assert (halved_sum(above) != above.sum(0)).any()
