@@ -28,14 +28,7 @@ import numpy as np
 from hpctrain.config import Shares
 from hpctrain.data.file_set import FileSet
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
-from hpctrain.data.orders import (
-    assign,
-    assign_groups,
-    block_starts,
-    check_splits,
-    divide_by_shares,
-    shuffled,
-)
+from hpctrain.data.orders import block_starts, shuffled
 from hpctrain.data.outliers import Outlier, find_outlier
 from hpctrain.data.pack import (
     ALIASES,
@@ -62,6 +55,14 @@ from hpctrain.data.scale import (
 )
 from hpctrain.data.split import Split, find_unusable, probe_checksum
 from hpctrain.data.stored import Stored, as_bytes
+from hpctrain.data.strata import (
+    ByClass,
+    Strata,
+    assign,
+    assign_groups,
+    check_splits,
+    divide_by_shares,
+)
 from hpctrain.data.targets import Targets
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import brief, counted, listed, printable
@@ -142,7 +143,8 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
                 bounds = info.files.block_bounds(pack.block_rows)
                 identity.append(zlib.crc32(as_bytes(bounds)))
         classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
-        for name, rows in draw_splits(pack, split, classes, options).items():
+        strata = ByClass(classes, len(values))
+        for name, rows in draw_splits(pack, split, strata, options).items():
             splits[name] = info._replace(
                 samples=len(rows),
                 targets=classes[rows],
@@ -544,13 +546,13 @@ def choose_block_rows(
 
 
 def draw_splits(
-    pack: Pack, split: str, labels: np.ndarray, options: ExternalOptions
+    pack: Pack, split: str, strata: Strata, options: ExternalOptions
 ) -> dict[str, np.ndarray]:
-    """Draw the rows of every split of a file, given the labels (N,); of a `split`, shuffle them.
+    """Draw the rows of every split of a file of N samples; of a `split`, shuffle them.
 
     Raises what `check_splits` raises.
     """
-    everything = np.arange(len(labels))
+    everything = np.arange(len(strata))
     block_rows = pack.block_rows
     files = pack.splits["train"].files
     if split:
@@ -559,21 +561,21 @@ def draw_splits(
     way = ""
     advice = ""
     images = pack.splits["train"].images
-    bounds = np.append(np.arange(0, len(labels), block_rows or len(labels)), len(labels))
+    bounds = np.append(np.arange(0, len(strata), block_rows or len(strata)), len(strata))
     if files is not None and block_rows:
         bounds = files.block_bounds(block_rows)
     if options.group and files is not None:
-        splits = _assign_files(labels, shares, files, options.seed)
+        splits = _assign_whole(strata, files.files_of(everything), shares, options.seed)
         way = ", drawn as whole files by --group file"
         advice = f"give more than {counted(len(files.names), 'file')}, or leave out --group"
     elif block_rows:
-        splits = _assign_blocks(labels, shares, bounds, block_rows, options.seed)
+        splits = _assign_blocks(strata, shares, bounds, block_rows, options.seed)
         way = f", drawn in blocks of {block_rows:,} images"
         if images.chunk_rows > 1:
             one_of_them = files.path(0) if files is not None else pack.splits["train"].path
             advice = chunk_advice(images, one_of_them)
     else:
-        splits = assign(labels, shares, options.seed)
+        splits = assign(strata, shares, options.seed)
     drawn: dict[str, np.ndarray] = {}
     for position, name in enumerate(SPLITS):
         rows = everything[splits == position]
@@ -582,15 +584,16 @@ def draw_splits(
         else:
             drawn[name] = _in_random_order(rows, block_rows, options.seed, name)
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
-    check_splits(
+    notes = check_splits(
         drawn,
-        labels=labels,
+        strata=strata,
         classes=pack.classes,
         wanted=wanted,
         source=pack.path,
         way=way,
         advice=advice,
     )
+    pack.provenance["notes"].extend(notes)
     return {name: rows for name, rows in drawn.items() if len(rows)}
 
 
@@ -603,33 +606,40 @@ def chunk_advice(images: Stored, path: str) -> str:
     )
 
 
-def _assign_files(labels: np.ndarray, shares: Shares, files: FileSet, seed: int) -> np.ndarray:
-    """Divide whole files by the shares; return the split (N,) of each sample."""
-    rows = shuffled(np.arange(len(labels)), seed, "pack split")
-    splits = np.empty(len(labels), np.int32)
-    splits[rows] = assign_groups(labels[rows], files.files_of(rows), shares, balanced=True)
+def _assign_whole(strata: Strata, groups: np.ndarray, shares: Shares, seed: int) -> np.ndarray:
+    """Divide whole groups by the shares; return the split (N,) of each sample.
+
+    `groups` (N,) are the numbers of those.
+    """
+    rows = shuffled(np.arange(len(strata)), seed, "pack split")
+    splits = np.empty(len(strata), np.int32)
+    splits[rows] = assign_groups(strata.take(rows), groups[rows], shares, balanced=True)
     return splits
 
 
 def _assign_blocks(
-    labels: np.ndarray, shares: Shares, bounds: np.ndarray, block_rows: int, seed: int
+    strata: Strata, shares: Shares, bounds: np.ndarray, block_rows: int, seed: int
 ) -> np.ndarray:
     """Divide whole blocks by the shares; return the split (N,) of each sample.
 
     `bounds` (B + 1,) are the first sample of each block, which has `block_rows` at most, and N.
 
-    Blocks are sorted by the class of their middle sample, in random order within a class, and the
-    splits take them in turn: each gets its share of every class, even in a file ordered by class.
+    With one class a sample, blocks are sorted by the class of their middle sample, in random order
+    within a class, and the splits take them in turn: each gets its share of every class, even in a
+    file ordered by class. With several, blocks are groups.
     """
     blocks = len(bounds) - 1
+    sizes = np.diff(bounds)
+    if not isinstance(strata, ByClass):
+        return _assign_whole(strata, np.repeat(np.arange(blocks), sizes), shares, seed)
     order = shuffled(np.arange(blocks), seed, "pack split")
     middles = np.minimum(bounds[:-1] + block_rows // 2, bounds[1:] - 1)
-    order = order[np.argsort(labels[middles][order], kind="stable")]
+    order = order[np.argsort(strata.labels[middles][order], kind="stable")]
     counts = divide_by_shares(blocks, shares)
     turns = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in counts])
     splits = np.empty(blocks, np.int32)
     splits[order] = np.repeat(np.arange(len(counts)), counts)[np.argsort(turns, kind="stable")]
-    return np.repeat(splits, np.diff(bounds))
+    return np.repeat(splits, sizes)
 
 
 def _blocks_in_random_order(

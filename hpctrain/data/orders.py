@@ -1,7 +1,4 @@
-"""Assign samples to splits, and order those that shards read: functions of a seed.
-
-Splits are stratified: each class is divided by the shares with the largest remainder method, so its
-counts are exact. The orders are functions of (seed, epoch, shard), too:
+"""Order the samples that shards read: functions of (seed, epoch, shard).
 
     partition   every shard reads its own samples, in a new order every epoch
     global      all samples are reassigned to the shards every epoch
@@ -17,15 +14,13 @@ draw a class that it lacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from hpctrain.data.partition import Partition, random_key
-from hpctrain.errors import UsageError
 
 KEPT = 1 << 22  # largest permutation that is drawn and kept: 16 MiB
 ROUNDS = 6
@@ -327,110 +322,6 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def divide_by_shares(count: int, shares: tuple[Fraction, ...]) -> list[int]:
-    """Divide `count` by `shares` into integers with that sum; largest remainders are rounded up."""
-    total = sum(shares)
-    exact = [count * share / total for share in shares]
-    counts = [int(part) for part in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
-    for i in by_remainder[: count - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-def assign(labels: np.ndarray, shares: tuple[Fraction, ...], seed: int) -> np.ndarray:
-    """Return the split of every sample: (N,) indices into SPLITS. Labels (N,) are 0 ... K-1."""
-    rows = shuffled(np.arange(len(labels)), seed, "pack split")
-    splits = np.empty(len(labels), np.int32)
-    counts = np.bincount(labels).tolist()
-    splits[rows] = fill(labels[rows], [divide_by_shares(count, shares) for count in counts])
-    return splits
-
-
-def assign_groups(
-    labels: np.ndarray,
-    groups: np.ndarray,
-    shares: tuple[Fraction, ...],
-    balanced: bool,
-) -> np.ndarray:
-    """Return the split (n,) of each row, in random order. Equal `groups` (n,) are not divided.
-
-    They are placed in order of size, the largest first: if `balanced`, each in the split that most
-    lacks its classes, else in the first that has room.
-    """
-    counts = np.bincount(labels).tolist()
-    wanted = np.array([divide_by_shares(count, shares) for count in counts])  # (K, S)
-    if balanced and len(set(shares)) == 1:  # else the first folds get the remainder of every class
-        first = np.cumsum([0, *counts]) % len(shares)
-        wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
-    room = wanted.copy()
-    splits = np.empty(len(labels), np.int32)
-    is_single = np.bincount(groups)[groups] == 1
-    by_group: dict[int, list[int]] = {}
-    for row in np.flatnonzero(~is_single).tolist():
-        by_group.setdefault(int(groups[row]), []).append(row)
-    for members in sorted(by_group.values(), key=len, reverse=True):
-        need = np.bincount(labels[members], minlength=len(room))  # (K,)
-        fits = (room >= need[:, None]).all(axis=0) & (room.sum(axis=0) > 0)
-        if balanced:
-            lack = np.where(wanted > 0, room / np.maximum(wanted, 1), -1.0)
-            split = int(np.argmax(need @ lack))
-        elif fits.any():
-            split = int(np.argmax(fits))
-        else:
-            split = int(np.argmax(room.sum(axis=0)))
-        splits[members] = split
-        room[:, split] -= need
-    splits[is_single] = fill(labels[is_single], room.tolist())
-    return splits
-
-
-def fill(labels: np.ndarray, room: list[list[int]]) -> np.ndarray:
-    """Distribute samples (n,) in random order over the splits; return the split (n,) of each.
-
-    Of class k, the first `room[k][0]` samples are in split 0, the next `room[k][1]` in split 1, ...
-    If there is room for more than all samples of a class, the largest rooms are reduced.
-    """
-    splits = np.empty(len(labels), np.int32)
-    by_class = np.argsort(labels, kind="stable")
-    start = 0
-    for places, count in zip(room, np.bincount(labels, minlength=len(room)).tolist(), strict=True):
-        places = [max(0, part) for part in places]
-        while sum(places) > count:
-            places[places.index(max(places))] -= 1
-        splits[by_class[start : start + count]] = np.repeat(np.arange(len(places)), places)
-        start += count
-    return splits
-
-
 def shuffled(rows: np.ndarray, *key: int | str) -> np.ndarray:
     """Return the rows (n, ...) in a random order that depends on n and the key alone."""
     return rows[random_order(len(rows), random_key(*key))]
-
-
-def check_splits(
-    rows: Mapping[str, np.ndarray],
-    labels: np.ndarray,
-    classes: Sequence[str],
-    wanted: Iterable[str],
-    source: str,
-    way: str = "",
-    advice: str = "",
-) -> None:
-    """Raise UsageError if a `wanted` split has no sample, or a class has none in train.
-
-    `rows` are the samples of each split, `labels` (N,) those of all; `way`: how they were drawn.
-    The error ends with `advice`, by default a larger share.
-    """
-    for name in wanted:
-        if not len(rows[name]):
-            raise UsageError(
-                f"--split leaves none of {len(labels):,} images of {source} for {name}{way}:"
-                f" {advice or 'give it a larger share or more images'}"
-            )
-    trained = np.bincount(labels[rows["train"]], minlength=len(classes))
-    for label in np.flatnonzero(trained == 0)[:1].tolist():
-        raise UsageError(
-            f"class {classes[label]} of {source} has no image in train{way}:"
-            f" {advice or 'give train a larger share, or the class more images'}"
-        )

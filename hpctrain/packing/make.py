@@ -42,13 +42,14 @@ from hpctrain.config import PackConfig
 from hpctrain.config.option import flag_of
 from hpctrain.cores import core_count
 from hpctrain.data.images import CHANGES, BadImage, Change, Fit, OtherKind, few_gray_levels
-from hpctrain.data.orders import assign, assign_groups, check_splits, shuffled
+from hpctrain.data.orders import shuffled
 from hpctrain.data.outliers import outlier_of_pack
 from hpctrain.data.pack import SPLITS, Pack, is_pack, range_note, read_pack, scale_of
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import usual_maximum
 from hpctrain.data.split import Bad, Split, pieces
 from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
+from hpctrain.data.strata import ByClass, assign, assign_groups, check_splits
 from hpctrain.data.targets import Targets
 from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
@@ -189,7 +190,7 @@ def pack_digits(config: PackConfig, output: Path) -> None:
         test_images, test_labels = splits.pop("test")
         images = np.concatenate([train_images, test_images])
         labels = np.concatenate([train_labels, test_labels])
-        numbers = assign(labels, config.split, config.seed)
+        numbers = assign(ByClass(labels, len(classes)), config.split, config.seed)
         for number in np.unique(numbers).tolist():
             name = SPLITS[number]
             rows = shuffled(np.flatnonzero(numbers == number), config.seed, "pack order", name)
@@ -334,7 +335,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     If the source gives test but no validation, validation is drawn from the given train, in the
     ratio of these two shares. A fold is held out as test, or as validation of a given test.
     """
-    labels = source.labels
+    strata = ByClass(source.labels, len(source.classes))
     together = source.duplicate_of
     is_grouped = bool((source.groups >= 0).any())
     if is_grouped:
@@ -350,7 +351,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
         held_out = VALIDATION if (splits == TEST).any() else TEST
         rows = shuffled(np.flatnonzero(splits != TEST), config.seed, "pack split")
         folds = assign_groups(
-            labels[rows],
+            strata.take(rows),
             groups=together[rows],
             shares=(Fraction(1, count),) * count,
             balanced=True,
@@ -372,7 +373,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     rows = np.flatnonzero(latest[together] == NO_SPLIT)
     rows = shuffled(rows, config.seed, "pack split")
     splits[rows] = assign_groups(
-        labels[rows],
+        strata.take(rows),
         groups=together[rows],
         shares=shares,
         balanced=is_grouped,
@@ -380,7 +381,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     rows_of = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
     check_splits(
         rows_of,
-        labels=labels,
+        strata=strata,
         classes=source.classes,
         wanted=wanted,
         source=source.name,
