@@ -46,7 +46,7 @@ from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
 from hpctrain.data.targets import Targets
 from hpctrain.errors import UsageError
-from hpctrain.text import counted, listed, printable
+from hpctrain.text import counted, listed, listed_names, printable
 
 if TYPE_CHECKING:
     import h5py
@@ -65,6 +65,7 @@ ALIASES = {  # common names of splits
 DEFAULT_SPLIT = "0.9,0.1"  # of an external file
 SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
 HASHED = 1 << 20  # checksums that are read at a time
+FILES_NAMED = 3  # of each split
 MOST_CHANNELS = 4  # images usually have no more
 LAYOUTS = {  # axes of images in an external file -> which of them is N, H, W and, if any, C
     "NHWC": (0, 1, 2, 3),
@@ -392,7 +393,21 @@ def images_note(pack: Pack) -> str | None:
             f"; the largest value found is {scale.high:,.0f} of {scale.divisor:,.0f}, as of"
             f" {counted(bits, 'bit')}: --max-value {maximum} makes that 1.0"
         )
-    return "; ".join([note, *pack.provenance["notes"]])
+    return "; ".join([note, *describe_groups(pack), *pack.provenance["notes"]])
+
+
+def describe_groups(pack: Pack) -> list[str]:
+    """Return how many files, and which, each split of an external set has by --group file."""
+    if pack.external is None or not pack.external["group"]:
+        return []
+    parts = []
+    for split, info in pack.splits.items():
+        assert info.files is not None and info.rows is not None
+        numbers = np.unique(info.files.files_of(info.rows)).tolist()
+        names = listed_names(map(info.files.name, numbers), FILES_NAMED)
+        parts.append(f"{split} has {counted(len(numbers), 'file')} ({names})")
+    every = "'predict RUN --split SPLIT' writes the file of each image"
+    return [f"by --group file, {', '.join(parts)}; {every}"]
 
 
 def describe_drawing(external: Mapping[str, Any]) -> str:

@@ -353,7 +353,11 @@ def test_whole_files_are_drawn_with_group_file(tmp_path):
             counts = np.bincount(info.targets, minlength=3) / np.bincount(labels)
             assert np.abs(counts - share).max() < 0.05
         assert "group" in pack.external
+        names = sorted(map(files.name, numbers["test"]))
+        some = f"test has {len(names)} files ({', '.join(names[:3])} and {len(names) - 3} more)"
+        assert some in images_note(pack) and "--group file, train has 3" in images_note(pack)
     plain = read(pattern, split="0.6,0.2,0.2", block_rows=0)
+    assert "--group" not in images_note(plain)
     assert len({*files.files_of(plain.splits["test"].rows)}) > 30
     with pytest.raises(hp.UsageError, match="--group file: .*scans/a/000.h5 is one file"):
         read(tmp_path / "scans/a/000.h5", group="file")
