@@ -181,6 +181,7 @@ class Change(IntEnum):
     NODATA_STATED = 1 << 16
     RESIZED = 1 << 17  # from any other size; `pack` names enlarged, stretched and cut ones only
     INVERTED = 1 << 18
+    ORDER_LOST = 1 << 19
 
 
 CHANGES = {
@@ -201,6 +202,10 @@ CHANGES = {
     Change.ENCODED: "encoded anew as JPEG",
     Change.BYTES_TO_16_BITS: "8-bit values, times 257, since others have 16 bits",
     Change.INVERTED: "values of more than 8 bits in which 0 is white (WhiteIsZero), inverted",
+    Change.ORDER_LOST: (
+        "pages in the order of the file, as the metadata that state their order are damaged or of"
+        " other pages"
+    ),
     Change.NODATA_STATED: (
         "a nodata value (GDAL_NODATA {nodata}), which is kept as any other: --nodata says it"
     ),
@@ -216,6 +221,7 @@ LOSSES = {  # those that `predict` names
     Change.COLOUR_SPACE: "converted to RGB",
     Change.COLOUR_PROFILE: "with a colour profile that is not applied",
     Change.FRAMES: "of which the first of several frames is used",
+    Change.ORDER_LOST: "with pages in the order of the file, not of their damaged metadata",
 }
 OTHER_SIZE = "resized, from another size than those of the training"
 

@@ -24,8 +24,20 @@ if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage
 
 EXTRA = "to read it, pip install tifffile imagecodecs"
+STATING = (  # kinds of metadata that state the order of pages, as tifffile calls them
+    *("ome", "imagej", "shaped", "micromanager", "mmstack", "stk", "lsm", "fluoview"),
+    *("ndtiff", "scanimage", "sis", "nih"),
+)
 UNKNOWN_AXES = "QI"  # as tifffile calls axes that a file does not name
 PHOTOMETRIC = {0: 1, 1: 1, 2: 3}  # WhiteIsZero, BlackIsZero, RGB -> number of their channels
+
+
+class PageOrder(NamedTuple):
+    """In which order the pages of a file are its channels."""
+
+    pages: list[Any]
+    axes: str = ""  # as "Z 5 x C 2", the slowest first; "" if the file does not state them
+    is_lost: bool = False  # whether metadata that state an order could not be used
 
 
 class TiffContents(NamedTuple):
@@ -38,7 +50,7 @@ class TiffContents(NamedTuple):
     alpha: int  # ExtraSamples of the only channel beside gray or colours, or 0
     orientation: int
     tags: Mapping[int, Any]  # of the first page
-    axes: str  # of the pages, as "Z 5 x C 2", the slowest first; "" if the file does not state them
+    pages: PageOrder
     read: Callable[[], Samples]
 
 
@@ -71,11 +83,11 @@ def open_tiff(data: bytes, pages: bool, reason: str = "") -> TiffContents:
         extra = [int(sample) for sample in first.extrasamples]
         alpha = extra[0] if len(extra) == 1 and count == 1 and samples == colours + 1 else 0
         orientation = int(tags.get(Tag.Orientation, 1))
-    ordered, axes = order_pages(file, pictures) if count > 1 else (pictures, "")
+    order = order_pages(file, pictures) if count > 1 else PageOrder(pictures)
 
     def read() -> Samples:
         with strict_logging():
-            values = read_values(file, ordered, count)
+            values = read_values(file, order.pages, count)
         if int(first.photometric) == WHITE_IS_ZERO:
             values = invert(values, first.bitspersample)
         return Samples(
@@ -93,7 +105,7 @@ def open_tiff(data: bytes, pages: bool, reason: str = "") -> TiffContents:
         alpha=alpha,
         orientation=orientation,
         tags=tags,
-        axes=axes,
+        pages=order,
         read=read,
     )
 
@@ -118,24 +130,27 @@ def check_pages(pages: list[Any]) -> None:
             )
 
 
-def order_pages(file: TiffFile, pages: list[Any]) -> tuple[list[Any], str]:
-    """Return the pages in the order that the metadata of the file state, and their axes.
+def order_pages(file: TiffFile, pages: list[Any]) -> PageOrder:
+    """Return the order of the pages that the metadata of the file state.
 
     Such metadata are those of OME, ImageJ, Micro-Manager, MetaMorph, LSM and others. Without them,
-    or if they are of other pages, the order is that of the file and the axes are "".
+    or if they are damaged or of other pages, the order is that of the file.
     """
     try:
         with strict_logging():
             series = file.series
     except Exception:  # of many types: the metadata are damaged, but the pages are not
-        return pages, ""
+        return PageOrder(pages, is_lost=True)
     numbers = [page.index if page else None for images in series for page in images.pages]
     by_number = {page.index: page for page in pages}
+    is_stated = any(getattr(file, f"is_{kind}", False) for kind in STATING)
     if {*numbers} != {*by_number} or len(numbers) != len(pages):
-        return pages, ""
+        return PageOrder(pages, is_lost=is_stated)
+    if is_stated and not {images.kind for images in series} & {*STATING}:
+        return PageOrder(pages, is_lost=True)
     ordered = [by_number[number] for number in numbers]
     if len({(images.axes, images.shape) for images in series}) > 1:
-        return ordered, ""
+        return PageOrder(ordered)
     first = series[0]
     axes = [
         (axis, length)
@@ -143,14 +158,14 @@ def order_pages(file: TiffFile, pages: list[Any]) -> tuple[list[Any], str]:
         if axis not in "YX" and length > 1
     ]
     if any(axis in UNKNOWN_AXES for axis, _ in axes):
-        return ordered, ""
+        return PageOrder(ordered)
     if len(series) > 1:
         axes.insert(0, ("series", len(series)))
-    return ordered, " x ".join(f"{axis} {length}" for axis, length in axes)
+    return PageOrder(ordered, " x ".join(f"{axis} {length}" for axis, length in axes))
 
 
 def are_other_axes(axes: str, expected: str) -> bool:
-    """Whether pages of these axes, as of `order_pages`, have another order than expected.
+    """Whether pages of these axes, as of `PageOrder`, have another order than expected.
 
     The name of a single axis is not compared: a program that knows no channels calls them slices.
     """

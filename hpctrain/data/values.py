@@ -84,7 +84,7 @@ class Header(NamedTuple):
     height: int
     channels: int
     dtype: str  # one of pack.TYPES, or a type that is refused when its values are read
-    axes: str = ""  # of the pages of a TIFF that are channels, as `tiff.order_pages` gives them
+    axes: str = ""  # of the pages of a TIFF that are channels, as `tiff.PageOrder` has them
 
 
 class Contents(NamedTuple):
@@ -230,12 +230,14 @@ def tiff_contents(data: bytes, pages: bool = False, reason: str = "") -> Content
     tiff = open_tiff(data, pages, reason)
     channels = channel_count(tiff.channels, tiff.alpha, tiff.dtype)
     header = make_header(tiff.width, tiff.height, channels, tiff.dtype, tiff.orientation)
-    header = header._replace(axes=tiff.axes)
+    header = header._replace(axes=tiff.pages.axes)
 
     def read(changes: Changes) -> Samples:
         changes.note_nodata(tiff.tags)
         if tiff.tags.get(Tag.PhotometricInterpretation) == WHITE_IS_ZERO:
             changes.kinds |= Change.INVERTED
+        if tiff.pages.is_lost:
+            changes.kinds |= Change.ORDER_LOST
         return tiff.read()
 
     return Contents(header.dtype, lambda: header, read)

@@ -268,7 +268,8 @@ def test_pages_of_a_tiff_become_channels():
     fit = OWN._replace(pages=True)
     thumbnail = tiff_page(BYTES[:3], 2, t254=1)
     for data in (tiff(*PAGES), tiff(thumbnail, *PAGES, order=">")):
-        assert np.array_equal(decode_stored(data, fit)[0], FIVE)
+        values, changes = decode_stored(data, fit)
+        assert np.array_equal(values, FIVE) and changes.kinds == 0
         assert read_header(data, fit) == (13, 11, 5, "uint16", "")
     colours = tiff(tiff_page(FIVE[..., :3], 2), tiff_page(FIVE[..., 2:], 2))
     assert np.array_equal(decode_stored(colours, fit)[0], FIVE[..., [0, 1, 2, 2, 3, 4]])
@@ -315,7 +316,8 @@ def test_the_axes_of_pages_are_those_of_the_metadata(kind):
         data = stack(axes, planes, **options)
         assert read_header(data, fit).axes == expected
         channels = np.moveaxis(planes.reshape(-1, 11, 13), 0, -1)
-        assert np.array_equal(decode_stored(data, fit._replace(axes=expected))[0], channels)
+        values, changes = decode_stored(data, fit._replace(axes=expected))
+        assert np.array_equal(values, channels) and changes.kinds == 0
     with pytest.raises(BadImage, match="^the axes of its pages are Z 3 x C 2, not C 2 x Z 3$"):
         decode_stored(stack("ZCYX", **options), fit._replace(axes="C 2 x Z 3"))
     with pytest.raises(BadImage, match="x C 2, and those of others are not stated$"):
@@ -334,10 +336,20 @@ def test_pages_have_the_order_that_ome_states():
     pages = [tiff_page(plane) for plane in SIX[:, 0]]
     pages[0]["t270"] = xml.replace(one, places)
     fit = OWN._replace(pages=True)
-    assert np.array_equal(decode_stored(tiff(*pages), fit)[0], np.moveaxis(SIX[::-1, 0], 0, -1))
-    pages[0]["t270"] = xml.replace(b"</Pixels>", b"</Pixels")  # damaged metadata
-    assert np.array_equal(decode_stored(tiff(*pages), fit)[0], np.moveaxis(SIX[:, 0], 0, -1))
-    assert read_header(tiff(*pages), fit).axes == ""
+    values, changes = decode_stored(tiff(*pages), fit)
+    assert np.array_equal(values, np.moveaxis(SIX[::-1, 0], 0, -1)) and changes.kinds == 0
+    elsewhere = b'<TiffData IFD="0"><UUID FileName="b.tif">urn:uuid:b</UUID></TiffData>'
+    for damaged in (
+        xml.replace(b"</Pixels>", b"</Pixels"),
+        xml.replace(one, elsewhere),
+        xml.replace(b'SizeC="3"', b'SizeC="2"').replace(b'PlaneCount="3"', b'PlaneCount="2"'),
+    ):
+        assert damaged != xml
+        pages[0]["t270"] = damaged
+        values, changes = decode_stored(tiff(*pages), fit)
+        assert np.array_equal(values, np.moveaxis(SIX[:, 0], 0, -1))
+        assert names_of_changes(changes) == {"ORDER_LOST"}
+        assert read_header(tiff(*pages), fit).axes == ""
 
 
 def test_a_single_page_is_no_stack_without_its_other_pages():
@@ -364,8 +376,8 @@ def test_planes_of_metamorph_are_in_one_page():
         software="",
     )
     data = file.getvalue() + planes[1:].tobytes()
-    fit = OWN._replace(pages=True)
-    assert np.array_equal(decode_stored(data, fit)[0], np.moveaxis(planes, 0, -1))
+    values, changes = decode_stored(data, OWN._replace(pages=True))
+    assert np.array_equal(values, np.moveaxis(planes, 0, -1)) and changes.kinds == 0
     for fit in (OWN, Fit(13, 11, 1)):
         with pytest.raises(BadImage, match="^3 pages in one TIFF.*--pages channels"):
             decode_stored(data, fit)
