@@ -39,8 +39,9 @@ from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
 from hpctrain.data.targets import Targets
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
+from hpctrain.packing.array_targets import check_targets
 from hpctrain.packing.write import PackWriter, writing_pack
-from hpctrain.text import brief, say
+from hpctrain.text import say
 
 SLAB_BYTES = 8 << 20  # of images that are written at a time
 NARROWER = {  # what makes packable images of others, and what it needs
@@ -71,10 +72,13 @@ class Values(NamedTuple):
 class Written:
     """What is known of the samples of a pack while they are written."""
 
-    def __init__(self, labels: np.ndarray, channels: int, nodata: float | None) -> None:
-        """Begin with the labels (N,) of all samples."""
-        self.labels = labels
-        self.crc32 = np.zeros(len(labels), np.uint32)
+    def __init__(
+        self, targets: Targets, stored: np.ndarray, channels: int, nodata: float | None
+    ) -> None:
+        """Begin with the targets (N, ...) of all samples, as they are `stored`."""
+        self.targets = targets
+        self.stored = stored
+        self.crc32 = np.zeros(len(stored), np.uint32)
         self.statistics = ChannelStatistics(channels, nodata)  # of train
         self.row = 0  # of the next sample
         self.beyond = BeyondMaximum()
@@ -83,10 +87,11 @@ class Written:
 def write_pack(
     path: str | os.PathLike[str],
     splits: Mapping[str, tuple[Any, Any]],
-    classes: Sequence[str],
+    classes: Sequence[str] | None = None,
     provenance: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     *,
+    columns: Sequence[str] | None = None,
     layout: str | None = None,
     max_value: float | None = None,
     nodata: float | None = None,
@@ -99,8 +104,12 @@ def write_pack(
         or a dataset of h5py, which is read about 8 MiB at a time; or an iterable of images (or of
         arrays of several), with as many images as labels. Packs keep uint8, uint16, int16 and
         float32; bool, int8 and float16 are kept as wider types.
-    labels: (N,) integers 0 ... K-1 or truth values, the indices of `classes`.
+    labels: (N,) integers 0 ... K-1 or truth values, the indices of `classes`: one class an image;
+        or (N, K) of 0 and 1, for each class whether an image has it, and NaN or 255 where that is
+        unknown; or with `columns`, (N, T) numbers, NaN where unknown (or (N,) of one column), which
+        are kept as float32.
     classes: K different names.
+    columns: T different names, in place of classes.
     provenance: what the images are, a dictionary that can be written as JSON.
     layout: the axes of arrays of images, NHWC, NCHW, NHW, or of MATLAB NCWH or NWH; images of more
         than 4 channels need it.
@@ -109,47 +118,50 @@ def write_pack(
         deviation and range.
 
     The pack gets its name when it is complete; with `overwrite`, it replaces an existing file.
-    Lines on standard error say what was widened, how many values are beyond `max_value`, and
-    whether the largest value is far below what becomes 1.0. Call this function in one process only.
-    Raises UsageError if the arrays do not fit together, hold NaN, infinity or an image of nothing
-    but `nodata`, or the file exists or cannot be written; RunError if the disk is full.
+    Lines on standard error say what was widened or rounded, how many values are beyond `max_value`,
+    whether the largest value is far below what becomes 1.0, and how many labels are unknown. Call
+    this function in one process only.
+    Raises UsageError if the arrays do not fit together, images hold NaN, infinity or nothing but
+    `nodata`, labels are infinite or, of a class or column, unknown in all of train, or the file
+    exists or cannot be written; RunError if the disk is full.
     """
     output = Path(path)
-    classes = [*classes]
     provenance = dict(provenance or {})
     if output.exists() and not overwrite:
         raise UsageError(f"{output} exists: give another path, or replace it with overwrite=True")
     if "train" not in splits:
         raise UsageError(f"the splits are {[*splits]}: one must be named train")
-    named = all(isinstance(name, str) and name for name in classes)
-    if not classes or not named or len({*classes}) < len(classes):
-        raise UsageError(f"classes {brief(classes)}: give each class a name of its own")
     if layout is not None and layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
     try:
         json.dumps(provenance, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(f"the provenance cannot be written as JSON: {error}") from None
-    labels_of: dict[str, np.ndarray] = {}
+    labels_of: dict[str, Any] = {}
     images_of: dict[str, SplitImages] = {}
+    samples: dict[str, int | None] = {}
     for name in ordered(splits):
-        images, labels = splits[name]
+        images, labels_of[name] = splits[name]
         _check_name(name)
         images_of[name] = _open_images(name, images, layout, nodata)
-        labels_of[name] = _check_labels(name, images, labels, len(classes))
+        samples[name] = len(images) if hasattr(images, "shape") else None
+    targets, rows_of, notes = check_targets(labels_of, samples, classes, columns)
     _check_alike(images_of)
     train = images_of["train"]
     values = _choose_values(train, max_value, nodata)
-    counts = {name: len(labels) for name, labels in labels_of.items()}
-    written = Written(np.concatenate([*labels_of.values()]), train.shape[2], values.nodata)
+    for text in notes:
+        _note(f"{output}: {text}")
+    counts = {name: len(rows) for name, rows in rows_of.items()}
+    stored = np.concatenate([*rows_of.values()])
+    written = Written(targets, stored, train.shape[2], values.nodata)
     with writing_pack(output), whole_file(output) as file:
-        writer = PackWriter(file, counts, written.labels, train.shape, values.dtype)
+        writer = PackWriter(file, counts, stored, train.shape, values.dtype)
         for name, count in counts.items():
             _write_split(file, images_of[name], count, writer, written, values)
         writer.finish(
             crc32=written.crc32,
             statistics=written.statistics,
-            targets=Targets("class", tuple(classes)),
+            targets=targets,
             provenance=provenance,
             max_value=values.max_value,
         )
@@ -180,9 +192,9 @@ def _write_split(
         written.beyond.add(slab, values.max_value, values.nodata)
         data = slab.data.cast("B")
         write_at(file.fileno(), data, int(writer.places[written.row]))
-        for at in range(0, len(data), size):
-            row = written.row
-            written.crc32[row] = checksum(data[at : at + size], int(written.labels[row]))
+        seeds = written.targets.seeds(written.stored[written.row : stop])
+        for at, seed in zip(range(0, len(data), size), seeds, strict=True):
+            written.crc32[written.row] = checksum(data[at : at + size], seed)
             written.row += 1
         if first == 0:  # train comes first
             written.statistics.add(slab)
@@ -285,39 +297,6 @@ def _refuse_masked(what: str, values: Any) -> None:
         if what.startswith("images"):
             advice += ", and say by nodata=0 that this value marks missing data"
         raise UsageError(f"{what} are a masked array: {advice}")
-
-
-def _check_labels(split: str, images: Any, labels: Any, classes: int) -> np.ndarray:
-    """Return the labels (N,) int32 of a split. Raises UsageError unless they fit to its images."""
-    _refuse_masked(f"labels of {split}", labels)
-    try:
-        values = np.asarray(labels)
-    except ValueError as error:  # of lists of different lengths
-        raise UsageError(f"labels of {split} are no array: {first_line(error)}") from None
-    samples = values.shape[0] if values.ndim else 0  # as many images are expected to come
-    if hasattr(images, "shape"):
-        samples = len(images)
-    is_whole = values.dtype.kind in "biu" and values.size > 0
-    is_valid = False
-    numbers = ""
-    if is_whole:
-        low = int(values.min())
-        high = int(values.max())
-        is_valid = 0 <= low <= high < classes
-        numbers = f" from {low} to {high}"
-    if values.shape != (samples,) or not is_valid:
-        advice = ""
-        if values.size == samples and values.ndim > 1:
-            advice = "; labels.reshape(-1) has this shape"
-        elif values.ndim == 2:
-            advice = "; of one-hot ones, labels.argmax(1)"
-        elif values.dtype.kind in "USO":
-            advice = "; of names, numpy.unique(labels, return_inverse=True) gives classes and these"
-        raise UsageError(
-            f"labels of {split} are {values.dtype} of shape {values.shape}{numbers}: expected"
-            f" {samples:,} integers from 0 to {classes - 1}{advice}"
-        )
-    return values.astype(np.int32)
 
 
 def _open_images(split: str, images: Any, layout: str | None, nodata: float | None) -> SplitImages:
