@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
 from hpctrain.config.train import CACHE_DIR, Layout, OnRanks, Precision, Runs
-from hpctrain.config.values import DIVISORS, Fold, NoData, Shares, Size
+from hpctrain.config.values import DIVISORS, Fold, Names, NoData, Shares, Size
 
 
 class SavedConfig(Runs):
@@ -107,7 +107,10 @@ class PackConfig(Settings):
     )
     fold: Fold | None = option("hold out fold K of N as test, or validation if the source has test")
     seed: int = option("seed of split and order", 0)
-    manifest: str | None = option("labels: CSV table of path, label, optionally split, group")
+    manifest: str | None = option(
+        "targets: CSV table of path, label or labels (a;b), optionally unknown, split, group"
+    )
+    targets: Names | None = option("targets: columns of numbers of the table, as in age,mass")
     output: str | None = option("new pack; default: SOURCE.h5", group="Output")
     overwrite: bool = option("replace an existing pack, no other file", False)
     skip_bad: bool = option("skip unreadable files instead of failing", False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from fractions import Fraction
 from typing import Any, ClassVar, Self
 
@@ -191,6 +192,21 @@ class Patterns(List):
     @staticmethod
     def part(text: str) -> str:
         return require(bool(text), text)
+
+
+class Names(List):
+    """Different names, such as "age,mass"."""
+
+    advice = "different names, as in age,mass"
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[str, ...]:
+        names = super().parse(unicodedata.normalize("NFC", text))
+        return require(all(names) and len({*names}) == len(names), names)
+
+    @staticmethod
+    def part(text: str) -> str:
+        return text
 
 
 class Factors(List):

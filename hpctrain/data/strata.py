@@ -185,6 +185,8 @@ def divide_rows(
     If the class is `present` (S,) so often, each split that has room gets one of it first, the
     largest split before all others.
     """
+    if not count:
+        return np.zeros(len(room), np.int64)
     shares = all_rows / max(all_rows.sum(), 1)
     wanted = np.maximum(lacking, 0)
     if not wanted.sum():

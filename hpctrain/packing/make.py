@@ -49,7 +49,15 @@ from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import usual_maximum
 from hpctrain.data.split import Bad, Split, pieces
 from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
-from hpctrain.data.strata import ByClass, assign, assign_groups, check_splits
+from hpctrain.data.strata import (
+    ByClass,
+    Strata,
+    assign,
+    assign_groups,
+    check_splits,
+    label_sets,
+    value_sets,
+)
 from hpctrain.data.targets import Targets
 from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
@@ -85,7 +93,7 @@ SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 
 NOT_OF_DIGITS = (
     *("size", "crop", "tiles", "channels", "pages", "dtype", "max_value", "nodata"),
-    *("background", "encoding", "manifest", "fold"),
+    *("background", "encoding", "manifest", "targets", "fold"),
 )
 
 
@@ -200,7 +208,7 @@ def pack_digits(config: PackConfig, output: Path) -> None:
 
 def pack_images(config: PackConfig, path: Path, output: Path) -> None:
     """Make a pack of the images at `path`."""
-    with open_source(path, output.parent, config.manifest) as source:
+    with open_source(path, output.parent, config.manifest, config.targets) as source:
         total = len(source.names)
         jobs = config.jobs or core_count()
         jobs = max(1, min(jobs, total // MIN_IMAGES_PER_JOB))
@@ -242,7 +250,7 @@ def leave_out(
     """
     if not reasons:
         return
-    files = np.bincount(source.labels)
+    files = count_targets(source.targets, source.target_rows)
     empty = [row for row, why in reasons.items() if isinstance(why, EmptyImage)]
     if source.corners is not None and len(empty) == len(reasons):
         names = listed_names(source.names[row] for row in sorted(empty))
@@ -258,18 +266,33 @@ def leave_out(
             )
     if not source.names:
         raise no_image_error(source)
-    check_classes(source, files)
+    check_targets(source, files)
 
 
-def check_classes(source: Source, files: np.ndarray) -> None:
-    """Raise UsageError if a class that had `files`, (K,) by class, has none that can be read."""
-    left = np.bincount(source.labels, minlength=len(files))
-    for label in np.flatnonzero((files > 0) & (left == 0))[:1].tolist():
-        count = counted(int(files[label]), "file")
+def check_targets(source: Source, files: np.ndarray) -> None:
+    """Raise UsageError if a class or column that had `files`, (K,), has none that can be read."""
+    left = count_targets(source.targets, source.target_rows)
+    for number in np.flatnonzero((files > 0) & (left == 0))[:1].tolist():
+        count = counted(int(files[number]), "file")
+        what = "class"
+        if source.targets.kind == "values":
+            what = "column"
         raise UsageError(
-            f"class {source.classes[label]} of {source.name} has no image: none of its {count} can"
-            " be read; remove the class, or fetch its files again"
+            f"{what} {source.targets.names[number]} of {source.name} has no image: none of its"
+            f" {count} can be read; remove the {what}, or fetch its files again"
         )
+
+
+def count_targets(targets: Targets, rows: np.ndarray) -> np.ndarray:
+    """Return the number of images of each class, (K,), or with a known value in each column, (T,).
+
+    `rows` (n, ...) are the targets as stored.
+    """
+    if targets.kind == "class":
+        return np.bincount(rows, minlength=len(targets.names))
+    if targets.kind == "classes":
+        return np.count_nonzero(rows == 1, axis=0)
+    return np.count_nonzero(~targets.is_unknown(rows), axis=0)
 
 
 def drop_unreadable(source: Source, reasons: Mapping[int, BadImage]) -> None:
@@ -335,7 +358,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     If the source gives test but no validation, validation is drawn from the given train, in the
     ratio of these two shares. A fold is held out as test, or as validation of a given test.
     """
-    strata = ByClass(source.labels, len(source.classes))
+    strata = strata_of(source)
     together = source.duplicate_of
     is_grouped = bool((source.groups >= 0).any())
     if is_grouped:
@@ -379,19 +402,44 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
         balanced=is_grouped,
     )
     rows_of = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
-    check_splits(
+    source.split_notes = check_splits(
         rows_of,
         strata=strata,
-        classes=source.classes,
+        classes=source.targets.classes,
         wanted=wanted,
         source=source.name,
         way=way,
     )
+    check_train(source, rows_of["train"])
     return {
         name: shuffled(rows, config.seed, "pack order", name)
         for name, rows in rows_of.items()
         if len(rows)
     }
+
+
+def strata_of(source: Source) -> Strata:
+    """Return by what the splits of a source are stratified."""
+    if source.targets.kind == "class":
+        return ByClass(source.target_rows, len(source.targets.names))
+    if source.targets.kind == "classes":
+        return label_sets([source.target_rows], len(source.targets.names))
+    return value_sets(source.target_rows)
+
+
+def check_train(source: Source, train: np.ndarray) -> None:
+    """Raise UsageError if there are no images `train` (n,), or a column has no value in them."""
+    if not len(train):
+        raise UsageError(f"{source.name} has no image for train: all are in other splits")
+    if source.targets.kind != "values":
+        return
+    counts = count_targets(source.targets, source.target_rows[train])
+    for name, count in zip(source.targets.names, counts.tolist(), strict=True):
+        if not count:
+            raise UsageError(
+                f"column {name} of {source.name} has no value in train: give train a larger share,"
+                " or leave the column out of --targets"
+            )
 
 
 def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -426,7 +474,8 @@ def write_images(
     order = np.concatenate([*rows_of.values()])
     counts = {name: len(rows) for name, rows in rows_of.items()}
     count = len(order)
-    labels = source.labels[order]
+    targets = source.targets
+    target_rows = source.target_rows[order]
     names = None
     if config.names:
         names = [source.names[row] for row in order]
@@ -441,7 +490,7 @@ def write_images(
         return PackWriter(
             file,
             counts=counts,
-            targets=labels,
+            targets=target_rows,
             image_shape=conversion.shape,
             dtype=conversion.dtype,
             sizes=sizes,
@@ -453,7 +502,8 @@ def write_images(
         for part in parts:
             if changed.has_other_kinds and not choice.is_final:
                 return
-            task: tuple[Any, ...] = (source.slices(order[part]), labels[part].tolist(), conversion)
+            seeds = targets.seeds(target_rows[part])
+            task: tuple[Any, ...] = (source.slices(order[part]), seeds, conversion)
             if writer:
                 task = (*task, file.name, int(writer.places[part[0]]))
             yield task
@@ -463,7 +513,7 @@ def write_images(
         for part in parts:
             yield (
                 source.slices(order[part]),
-                labels[part].tolist(),
+                targets.seeds(target_rows[part]),
                 (changed.kinds[part] & Change.ENCODED != 0).tolist(),
                 conversion.fit,
                 file.name,
@@ -513,7 +563,7 @@ def write_images(
         writer.finish(
             crc32=crc32,
             statistics=statistics,
-            targets=Targets("class", tuple(source.classes)),
+            targets=targets,
             provenance=facts,
             fit=fit_of_files,
             max_value=conversion.max_value,
@@ -565,7 +615,7 @@ def tile_task(
     first = rows[[0, *cuts.tolist()]]
     return (
         source.slices(first),
-        source.labels[first].tolist(),
+        source.targets.seeds(source.target_rows[first]),
         np.split(source.corners[rows], cuts),
         np.split(places[part], cuts),
         conversion,
@@ -744,8 +794,10 @@ def provenance(
 
 def say_notes(source: Source, config: PackConfig, facts: Mapping[str, Any]) -> None:
     """Print notes for the user on files that are left out, on the splits and on equal files."""
-    for text in source.notes:
+    for text in (*source.notes, *source.split_notes):
         note(text)
+    if config.tiles and source.targets.kind == "values":
+        note(f"each tile has the values of its file: {listed_names(source.targets.names)}")
     if "validation" not in facts["images"] and config.split == PackConfig.split:
         note(
             f"the splits are {' and '.join(facts['images'])}; --final best and --patience need"
@@ -765,17 +817,27 @@ def say_equal_files(source: Source, equal: Mapping[str, int]) -> None:
     is_equal = np.bincount(source.duplicate_of)[source.duplicate_of] > 1
     for row in np.flatnonzero(is_equal).tolist():
         groups.setdefault(int(source.duplicate_of[row]), []).append(row)
-    several = [rows for rows in groups.values() if len({*source.labels[rows].tolist()}) > 1]
+    several = [rows for rows in groups.values() if is_contradictory(source, rows)]
     if several:
+        what = "labels" if source.targets.classes else "values"
+        how = "in several classes" if source.targets.kind == "class" else f"with other {what}"
         note(
-            f"contradictory labels: {counted(len(several), 'group')} of equal files in several"
-            f" classes: {name_groups(source, several)}"
+            f"contradictory {what}: {counted(len(several), 'group')} of equal files {how}:"
+            f" {name_groups(source, several)}"
         )
     noun = "files" if source.files is None else "tiles"
     note(
         f"{equal['images']:,} {noun} in {counted(equal['groups'], 'group')} are equal; left out of"
         f" earlier splits: {equal['left_out']:,}: {name_groups(source, [*groups.values()])}"
     )
+
+
+def is_contradictory(source: Source, rows: list[int]) -> bool:
+    """Whether the targets of these images differ in an entry that is known of both."""
+    stored = source.target_rows[rows]
+    values = stored.astype(np.float64)
+    values[source.targets.is_unknown(stored)] = np.nan
+    return bool((np.fmax.reduce(values) > np.fmin.reduce(values)).any())
 
 
 def name_groups(source: Source, groups: list[list[int]]) -> str:
@@ -801,18 +863,11 @@ def note(text: str) -> None:
 
 
 def print_table(pack: Pack) -> None:
-    """Print the number of images by class and split, and the shape, path and size."""
-    counts: dict[str, np.ndarray] = {}
-    for name in pack.splits:
-        with Split(pack, name, threads=1) as split:
-            counts[name] = split.count_classes()
-    rows = np.array([*counts.values(), sum(counts.values())]).T
-    table = Table("class", *(Column(name, justify="right") for name in [*counts, "all"]))
-    lines = [*zip(pack.classes, rows, strict=True), ("total", rows.sum(axis=0))]
-    if len(lines) > CLASSES_SHOWN:
-        lines = lines[-1:]
-    for name, line in lines:
-        table.add_row(name, *(f"{count:,}" for count in line))
+    """Print the targets by split, and the shape, path and size."""
+    if pack.targets.kind == "values":
+        table = table_of_values(pack)
+    else:
+        table = table_of_classes(pack)
     make_console().print(table)
     height, width, channels = pack.image_shape
     text = f"images  {width} x {height} pixels, {counted(channels, 'channel')}"
@@ -822,4 +877,50 @@ def print_table(pack: Pack) -> None:
     if not pack.scale.is_bytes:
         text += f", {pack.scale}"
     say(text)
+    if pack.targets.kind != "class":
+        counts = [f"{split.samples:,} {name}" for name, split in pack.splits.items()]
+        say(f"splits  {', '.join(counts)}")
     say(f"file    {pack.path}, {bytes_text(pack.sizes[pack.path])}")
+
+
+def table_of_classes(pack: Pack) -> Table:
+    """Return the number of images by class and split, and of how many it is unknown."""
+    counts: dict[str, np.ndarray] = {}
+    unknown = np.zeros(len(pack.classes), np.int64)
+    for name in pack.splits:
+        with Split(pack, name, threads=1) as split:
+            counts[name] = split.count_classes()
+            if pack.targets.kind == "classes":
+                unknown += pack.targets.is_unknown(split.targets).sum(axis=0)
+    counts["all"] = sum(counts.values(), np.zeros(len(pack.classes), np.int64))
+    if unknown.any():
+        counts["unknown"] = unknown
+    by_class = np.array([*counts.values()]).T
+    lines = [*zip(pack.classes, by_class, strict=True)]
+    total = ("total", by_class.sum(axis=0))
+    if pack.targets.kind == "class":
+        lines.append(total)
+    if len(lines) > CLASSES_SHOWN:
+        lines = [total]
+    table = Table("class", *(Column(name, justify="right") for name in counts))
+    for name, line in lines:
+        table.add_row(name, *(f"{count:,}" for count in line))
+    return table
+
+
+def table_of_values(pack: Pack) -> Table:
+    """Return the range and the mean of each column over all splits, and its unknown values."""
+    parts = list[np.ndarray]()
+    for name in pack.splits:
+        with Split(pack, name, threads=1) as split:
+            parts.append(split.targets)
+    rows = np.concatenate(parts)
+    headings = ("known", "unknown", "lowest", "mean", "highest")
+    table = Table("column", *(Column(name, justify="right") for name in headings))
+    for name, column in zip(pack.targets.names, rows.T.astype(np.float64), strict=True):
+        known = column[~np.isnan(column)]
+        cells = [f"{len(known):,}", f"{len(column) - len(known):,}"]
+        if len(known):
+            cells += [f"{value:,.6g}" for value in (known.min(), known.mean(), known.max())]
+        table.add_row(name, *cells)
+    return table

@@ -1,31 +1,20 @@
-"""Find the classes and splits of a source: a folder, an archive or a table of labels.
+"""Find the targets and splits of a source: a folder, an archive or a table.
 
 They follow from the names of folders: a single top folder is skipped; every folder is a class, and
 the files in it at any depth are its images; if all folders have names of splits (`split_number`)
-and hold class folders, they are the splits. Or a table says it, a CSV file with the columns
-``path`` (relative to the source, or absolute for files of a folder), ``label``, and optionally
-``split`` and ``group`` (images of one group, such as one patient, are never divided between
-splits).
-
-Names of classes are in the normalization NFC of Unicode, and in order of their names, or of their
-numbers if all are whole numbers. What is left out or merged is noted (`Source.notes`).
+and hold class folders, they are the splits. Or a table says it (``tables.py``). What is left out or
+merged is noted (`Source.notes`).
 """
 
 from __future__ import annotations
 
-import codecs
-import csv
-import io
 import os
 import re
-import stat
 import sys
 import unicodedata
-from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -37,31 +26,30 @@ from hpctrain.data.listing import (
     Listing,
     list_archive,
     list_folder,
-    read_start,
 )
-from hpctrain.data.pack import ALIASES, SPLITS
 from hpctrain.data.slices import Slice
+from hpctrain.data.targets import Targets
 from hpctrain.errors import UsageError
-from hpctrain.text import brief, counted, listed, listed_names
+from hpctrain.packing.names import (
+    NO_GROUP,
+    NO_SPLIT,
+    SPLIT_NUMBERS,
+    class_notes,
+    class_order,
+    split_number,
+)
+from hpctrain.packing.tables import is_table, read_manifest
+from hpctrain.text import brief, counted, listed_names
 
-SPLIT_NUMBERS = {name: i for i, names in enumerate(ALIASES.values()) for name in names}
 UNLABELLED = ("pred", "prediction", "predictions", "unlabeled", "unlabelled")  # beside splits
 IMAGE_FOLDERS = ("images", "imgs", "image", "img", "jpegimages", "data")  # they name no class
 ANNOTATIONS = (
     *("labels", "label", "annotations", "annotation", "masks", "mask"),
     *("segmentationclass", "segmentationobject", "ground_truth", "groundtruth"),
 )
-TABLES = (".csv", ".tsv", ".txt")
-MOST_CHARACTERS = 1000  # of a label or a group
-COLUMNS = ("path", "label", "split", "group")  # of a table
-ENCODINGS = {  # by byte order mark
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",  # with which that of UTF-32 begins
-    codecs.BOM_UTF16_BE: "utf-16",
-}
-NO_SPLIT = NO_GROUP = -1
+ROW_ARRAYS = (  # of `Source`, in order of its images
+    *("target_rows", "splits", "groups", "places", "duplicate_of", "files", "corners"),
+)
 ADVICE = (
     "give one folder per class, within train, validation and test if there are splits, or a table"
     " of labels (--manifest)"
@@ -78,8 +66,8 @@ class Source:
     """
 
     names: list[str]
-    classes: tuple[str, ...]
-    labels: np.ndarray  # (N,) int32
+    targets: Targets
+    target_rows: np.ndarray  # (N, ...), as `targets` says
     splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
     groups: np.ndarray  # (N,) int32: equal numbers within a group, or all NO_GROUP
     split_by: str  # origin of given splits: "folders" or "manifest"
@@ -93,6 +81,7 @@ class Source:
     paths: list[str] | None = None  # of tiles, the N files that hold them
     files: np.ndarray | None = None  # of tiles, (N,) int32: equal numbers within a file
     corners: np.ndarray | None = None  # of tiles, (N, 2) int32: top and left
+    split_notes: list[str] = field(default_factory=list)  # on classes that a split lacks
     empty_tiles: int = 0  # left out, since all their values are nodata
 
     def path_of(self, row: int) -> str:
@@ -118,27 +107,37 @@ class Source:
         self.names = [name for row, name in enumerate(self.names) if row not in reasons]
         if self.paths is not None:
             self.paths = [path for row, path in enumerate(self.paths) if row not in reasons]
-        for column in ("labels", "splits", "groups", "places", "duplicate_of", "files", "corners"):
+        for column in ROW_ARRAYS:
             values = getattr(self, column, None)
             if values is not None:
                 setattr(self, column, np.delete(values, [*reasons], axis=0))
 
 
 @contextmanager
-def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Iterator[Source]:
+def open_source(
+    path: Path,
+    scratch: Path,
+    manifest: str | None = None,
+    columns: Sequence[str] | None = None,
+) -> Iterator[Source]:
     """List the source at `path`. Raises UsageError if there is nothing to pack.
 
+    `columns` of the table are the targets; None = its classes.
     A compressed .tar is decompressed to a file in the folder `scratch`, without a name: it vanishes
     with this process.
     """
-    if _is_table(path):
+    if is_table(path):
         if manifest:
             raise UsageError(f"{path} is a table, and so is --manifest {manifest}: give one")
         manifest = str(path)
         path = path.absolute().parent
+    if columns and not manifest:
+        raise UsageError(
+            f"--targets {','.join(columns)} names columns of a table: give one by --manifest"
+        )
     if path.is_dir():  # files that a table names and that are missing are noticed when read
         if manifest:
-            source = read_manifest(manifest, FileFinder(str(path)))
+            source = table_source(manifest, FileFinder(str(path)), columns)
         else:
             source = read_class_folders(list_folder(str(path)), str(path))
         source.name = path.resolve().name
@@ -148,7 +147,7 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
     with TemporaryFile(dir=scratch) as unzipped:
         listing = list_archive(path, unzipped)
         if manifest:
-            source = read_manifest(manifest, FileFinder(str(path), listing.rows))
+            source = table_source(manifest, FileFinder(str(path), listing.rows), columns)
             missing = [name for name in source.names if name not in listing.rows]
             if missing:
                 raise UsageError(
@@ -167,14 +166,21 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
         yield source
 
 
+def table_source(path: str, files: FileFinder, columns: Sequence[str] | None) -> Source:
+    """Return the source that a table describes. Raises UsageError."""
+    table = read_manifest(path, files, columns)
+    return Source(
+        names=table.names,
+        targets=table.targets,
+        target_rows=table.target_rows,
+        splits=table.splits,
+        groups=table.groups,
+        split_by="manifest",
+        notes=table.notes,
+    )
+
+
 # Folders
-
-
-def split_number(name: str) -> int:
-    """Return the index in SPLITS of names such as "val", "test_data", "train2017", or NO_SPLIT."""
-    word = re.sub(r"[-_ ]?(19|20)\d\d$", "", name.lower())
-    word = re.sub("[-_ ]?(data|set|dataset|split|images|imgs)$", "", word)
-    return SPLIT_NUMBERS.get(word, NO_SPLIT)
 
 
 def read_class_folders(listing: Listing, where: str) -> Source:
@@ -223,8 +229,8 @@ def read_class_folders(listing: Listing, where: str) -> Source:
     listing.add_note("left out, since outside of class folders", {*files}.difference(names))
     return Source(
         names=names,
-        classes=classes,
-        labels=labels,
+        targets=Targets("class", classes),
+        target_rows=labels,
         splits=splits,
         groups=np.full(len(names), NO_GROUP, np.int32),
         split_by="folders",
@@ -369,172 +375,3 @@ def _similar_splits(name: str, numbers: Mapping[str, int]) -> set[int]:
     if name in numbers:
         similar.add(numbers[name])
     return similar
-
-
-def class_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Return distinct names of classes in order: that of numbers if all are whole numbers."""
-    order = sorted({*names})
-    if all(re.fullmatch(r"[+-]?\d{1,18}(\.0*)?", name) for name in order):  # "1.0": of pandas
-        order.sort(key=lambda name: (int(name.partition(".")[0]), name))
-    return tuple(order)
-
-
-def class_notes(spellings: Mapping[str, set[str]]) -> list[str]:
-    """Return notes on classes that have several `spellings`, and on names that are nearly equal."""
-    similar: dict[str, list[str]] = {}
-    for name in sorted(spellings):
-        key = "".join(name.casefold().split())
-        key = re.sub(r"^0*(\d+)(\.0*)?$", r"\1", key)  # "7", "07" and "7.0"
-        similar.setdefault(key, []).append(name)
-    merged = sorted(name for name, ways in spellings.items() if len(ways) > 1)
-    apart = [name for names in similar.values() if len(names) > 1 for name in names]
-    notes = []
-    if merged:
-        notes.append(
-            "names that differ in Unicode normalization, or in spaces around them, are one class:"
-            f" {listed_names(merged)}"
-        )
-    if apart:
-        notes.append(
-            "names that differ in case, spaces or zeros alone are classes of their own:"
-            f" {listed_names(map(repr, apart))}"
-        )
-    return notes
-
-
-# Tables
-
-
-def read_manifest(path: str, files: FileFinder) -> Source:
-    """Read a table of images, separated by commas, semicolons or tabs. Raises UsageError."""
-    lines = dict[str, int]()  # of each image
-    split_of = dict[str, int]()  # of each group
-    labels = list[str]()
-    groups = list[str]()
-    splits = array("b")
-    spellings: dict[str, set[str]] = {}  # of each class
-    for line, row in _table_rows(path):
-        where = f"{path}: line {line}"
-        cells = {name: unicodedata.normalize("NFC", row[name].strip()) for name in row}
-        image = files.find(row["path"].strip())
-        _check_cells(where, row, image, files)
-        if image in lines:
-            raise UsageError(f"{where} names {brief(image)}, as line {lines[image]} does")
-        split = cells.get("split", "")
-        group = sys.intern(cells.get("group", ""))  # equal texts are stored once
-        number = split_number(split)
-        if split and number == NO_SPLIT:
-            raise UsageError(f"{where} has the split {brief(repr(split))}: give {listed(SPLITS)}")
-        if group and split_of.setdefault(group, number) != number:
-            raise UsageError(
-                f"{where}: group {brief(repr(group))} is in both {SPLITS[split_of[group]]} and"
-                f" {SPLITS[number]}"
-            )
-        lines[image] = line
-        labels.append(sys.intern(cells["label"]))
-        spellings.setdefault(labels[-1], set()).add(row["label"])
-        groups.append(group)
-        splits.append(number)
-    if not lines:
-        raise UsageError(f"{path} names no images")
-    classes, numbers = _number(labels)
-    grouped = np.full(len(lines), NO_GROUP, np.int32)
-    if any(groups):
-        grouped = _number(groups)[1]
-    return Source(
-        names=[*lines],
-        classes=classes,
-        labels=numbers,
-        splits=np.array(splits, np.int8),
-        groups=grouped,
-        split_by="manifest",
-        notes=class_notes(spellings),
-    )
-
-
-def _check_cells(where: str, row: Mapping[str, str], image: str, files: FileFinder) -> None:
-    """Raise UsageError unless the cells of a line are there, and text."""
-    for name, cell in row.items():
-        if not cell.strip():
-            raise UsageError(f"{where} has no {name}")
-        if not _is_unicode(cell) and not (name == "path" and files.has(image)):
-            raise UsageError(f"{where} is not UTF-8: save the table as CSV in UTF-8")
-        if name != "path" and (len(cell.splitlines()) > 1 or len(cell) > MOST_CHARACTERS):
-            raise UsageError(
-                f"{where} has a {name} of several lines, or of more than {MOST_CHARACTERS:,}"
-                " characters: is a quotation mark missing?"
-            )
-        if "\0" in cell:
-            raise UsageError(f"{where} holds a NUL character: save the table as CSV in UTF-8")
-    if "://" in row["path"] and not files.has(image):
-        raise UsageError(f"{where} has the path {brief(row['path'])}: fetch it, and give the file")
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a decoded text has no bytes that were none (surrogates)."""
-    return text.isascii() or not re.search("[\ud800-\udfff]", text)
-
-
-def _is_table(path: Path) -> bool:
-    """Whether a source is a table of labels, by its suffix or its first line."""
-    if not path.is_file():
-        return False
-    if path.suffix.lower() in TABLES:
-        return True
-    try:
-        header = read_start(str(path)).partition(b"\n")[0].lower()
-    except OSError:  # the listing as an archive reports it
-        return False
-    return b"path" in header and b"label" in header and b"\0" not in header
-
-
-def _table_rows(path: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the line and the cells of COLUMNS of each row that is not blank. Raises UsageError."""
-    try:
-        mode = os.stat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            raise UsageError(f"manifest {path} is not a regular file")
-        with open(path, "rb") as file:
-            start = file.peek(4)
-            if start.startswith(b"PK"):
-                raise UsageError(f"{path} is a workbook or a .zip: save the table as CSV in UTF-8")
-            marks = [name for mark, name in ENCODINGS.items() if start.startswith(mark)]
-            encoding = [*marks, "utf-8"][0]
-            text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="")
-            header = text.readline()
-            delimiter = max(",;\t", key=header.count)
-            before = 0  # lines
-            named = re.fullmatch("sep=(.)\\s*", header)  # as Excel writes it
-            if named:
-                delimiter = named[1]
-                header = text.readline()
-                before = 1
-            if header.lstrip().startswith(("{", "[")):
-                raise UsageError(f"{path} is JSON: give a CSV table with the columns path, label")
-            rows = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
-            columns = [name.strip().lower() for name in next(rows, [])]
-            if "\0" in header or not _is_unicode(header):
-                raise UsageError(f"{path} is not UTF-8: save the table as CSV in UTF-8")
-            if not {"path", "label"} <= {*columns} or any(columns.count(x) > 1 for x in COLUMNS):
-                raise UsageError(
-                    f"{path} has the columns {listed_names(columns) or '(none)'}: give path and"
-                    " label, and optionally split and group, each once"
-                )
-            places = {name: columns.index(name) for name in COLUMNS if name in columns}
-            for row in rows:
-                if any(row[len(columns) :]):
-                    line = rows.line_num + before
-                    raise UsageError(f"{path}: line {line} has more cells than the header")
-                if any(cell.strip() for cell in row):
-                    row += [""] * (len(columns) - len(row))
-                    yield rows.line_num + before, {name: row[at] for name, at in places.items()}
-    except (OSError, UnicodeError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or brief(error)
-        raise UsageError(f"manifest {path} cannot be read: {why}") from None
-
-
-def _number(column: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the distinct values in order, and the index (N,) int32 of each value among them."""
-    distinct = class_order(column)
-    numbers = {value: number for number, value in enumerate(distinct)}
-    return distinct, np.array([numbers[value] for value in column], np.int32)

@@ -2,7 +2,7 @@
 
 Neighbouring tiles share `overlap` pixels. The last tile of a row and of a column is moved back
 inside the image, so every pixel is in a tile and none is made up. The tiles of a file are samples
-of its class, in one group, which no split divides.
+with its target, in one group, which no split divides.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def cut_source(source: Source, headers: Sequence[Header], size: Size, overlap: i
         groups = file_of.astype(np.int32)
     source.duplicate_of = first[like[numbers]][file_of] + within
     source.groups = groups
-    for column in ("labels", "splits", "places"):
+    for column in ("target_rows", "splits", "places"):
         values = getattr(source, column, None)
         if values is not None:
             setattr(source, column, values[file_of])
