@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 import PIL
-from rich.table import Column, Table
 
 import hpctrain
 from hpctrain.config import PackConfig
@@ -44,7 +43,7 @@ from hpctrain.cores import core_count
 from hpctrain.data.images import CHANGES, BadImage, Change, Fit, OtherKind, few_gray_levels
 from hpctrain.data.orders import shuffled
 from hpctrain.data.outliers import outlier_of_pack
-from hpctrain.data.pack import SPLITS, Pack, is_pack, range_note, read_pack, scale_of
+from hpctrain.data.pack import SPLITS, is_pack, range_note, read_pack, scale_of
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import usual_maximum
 from hpctrain.data.split import Bad, Split, pieces
@@ -74,11 +73,11 @@ from hpctrain.packing.decoding import (
 )
 from hpctrain.packing.kinds import Choice, choose_conversion, read_source, requested_size
 from hpctrain.packing.sources import NO_SPLIT, Source, open_source
+from hpctrain.packing.table import print_table
 from hpctrain.packing.tiles import cut_source
 from hpctrain.packing.workers import RunTasks
 from hpctrain.packing.write import PackWriter, writing_pack
-from hpctrain.report.console import make_console
-from hpctrain.text import MOST_NAMED, brief, bytes_text, counted, listed_names, say
+from hpctrain.text import MOST_NAMED, brief, counted, listed_names, say
 from hpctrain.watchdog import doing
 
 TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
@@ -86,7 +85,6 @@ SUFFIX = r"(?i)(\.tar)?\.(gz|bz2|xz)$|\.(tgz|tbz2|txz|tar|zip|csv|tsv|txt)$"  # 
 MIN_IMAGES_PER_JOB = 16
 TASKS_PER_WORKER = 32  # least tasks that decode
 TASK_BYTES = 4 << 20  # most bytes of pixels of a task that decodes
-CLASSES_SHOWN = 40
 NEARLY_BLACK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
 
@@ -860,67 +858,3 @@ def name_groups(source: Source, groups: list[list[int]]) -> str:
 def note(text: str) -> None:
     """Print a line on standard error."""
     say(text, sys.stderr)
-
-
-def print_table(pack: Pack) -> None:
-    """Print the targets by split, and the shape, path and size."""
-    if pack.targets.kind == "values":
-        table = table_of_values(pack)
-    else:
-        table = table_of_classes(pack)
-    make_console().print(table)
-    height, width, channels = pack.image_shape
-    text = f"images  {width} x {height} pixels, {counted(channels, 'channel')}"
-    axes = pack.provenance.get("axes")
-    if axes and axes != f"C {channels}":
-        text += f" (pages: {axes})"
-    if not pack.scale.is_bytes:
-        text += f", {pack.scale}"
-    say(text)
-    if pack.targets.kind != "class":
-        counts = [f"{split.samples:,} {name}" for name, split in pack.splits.items()]
-        say(f"splits  {', '.join(counts)}")
-    say(f"file    {pack.path}, {bytes_text(pack.sizes[pack.path])}")
-
-
-def table_of_classes(pack: Pack) -> Table:
-    """Return the number of images by class and split, and of how many it is unknown."""
-    counts: dict[str, np.ndarray] = {}
-    unknown = np.zeros(len(pack.classes), np.int64)
-    for name in pack.splits:
-        with Split(pack, name, threads=1) as split:
-            counts[name] = split.count_classes()
-            if pack.targets.kind == "classes":
-                unknown += pack.targets.is_unknown(split.targets).sum(axis=0)
-    counts["all"] = sum(counts.values(), np.zeros(len(pack.classes), np.int64))
-    if unknown.any():
-        counts["unknown"] = unknown
-    by_class = np.array([*counts.values()]).T
-    lines = [*zip(pack.classes, by_class, strict=True)]
-    total = ("total", by_class.sum(axis=0))
-    if pack.targets.kind == "class":
-        lines.append(total)
-    if len(lines) > CLASSES_SHOWN:
-        lines = [total]
-    table = Table("class", *(Column(name, justify="right") for name in counts))
-    for name, line in lines:
-        table.add_row(name, *(f"{count:,}" for count in line))
-    return table
-
-
-def table_of_values(pack: Pack) -> Table:
-    """Return the range and the mean of each column over all splits, and its unknown values."""
-    parts = list[np.ndarray]()
-    for name in pack.splits:
-        with Split(pack, name, threads=1) as split:
-            parts.append(split.targets)
-    rows = np.concatenate(parts)
-    headings = ("known", "unknown", "lowest", "mean", "highest")
-    table = Table("column", *(Column(name, justify="right") for name in headings))
-    for name, column in zip(pack.targets.names, rows.T.astype(np.float64), strict=True):
-        known = column[~np.isnan(column)]
-        cells = [f"{len(known):,}", f"{len(column) - len(known):,}"]
-        if len(known):
-            cells += [f"{value:,.6g}" for value in (known.min(), known.mean(), known.max())]
-        table.add_row(name, *cells)
-    return table

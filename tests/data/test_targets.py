@@ -270,6 +270,39 @@ def test_classes_are_counted_where_they_are_known_to_be(tmp_path):
         assert split.count_classes().tolist() == (KINDS["classes"][0] == 1).sum(axis=0).tolist()
 
 
+def test_a_pack_is_described_by_its_classes_or_the_ranges_of_its_columns(tmp_path):
+    def table(labels, others, **named):
+        splits = {"train": (IMAGES, labels), "test": (IMAGES[: len(others)], others)}
+        hp.write_pack(tmp_path / "a.h5", splits, **named, overwrite=True)
+        said = command(1, "pack", "--check", tmp_path / "a.h5")
+        assert said.code == 0 and said.out.splitlines()[-1] == "all checksums agree"
+        lines = [line.strip("┃│") for line in said.out.splitlines() if line[0] in "┃│"]
+        return [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in lines]
+
+    labels = np.zeros((ROWS, 2))
+    labels[:40, 0] = labels[30:, 1] = 1
+    others = labels[:9].copy()
+    assert table(labels, others, classes="ab") == [
+        ["class", "train", "test", "all"],
+        ["a", "40", "9", "49"],
+        ["b", "71", "0", "71"],
+        ["images", "101", "9", "110"],
+    ]
+    others[:, 0] = np.nan
+    assert table(labels, others, classes="ab")[:2] == [
+        ["class", "train", "test", "all", "unknown"],
+        ["a", "40", "0", "40", "9"],
+    ]
+    labels *= [1.5, 3]
+    assert table(labels, others, columns=["age", "mass"]) == [
+        ["column", "train", "test", "all", "unknown"],
+        ["age", "0 to 1.5", "unknown", "0 to 1.5", "9"],
+        ["mass", "0 to 3", "0 to 0", "0 to 3", "0"],
+        ["images", "101", "9", "110", ""],
+    ]
+    assert len(table(np.ones((ROWS, 40)), np.ones((9, 40)), classes=names(40))) == 2
+
+
 # Damage
 
 
