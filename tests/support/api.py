@@ -200,3 +200,26 @@ from hpctrain.plan import resolve as resolve_plan
 from hpctrain.training.data import check_memory
 
 __all__ += ["Facts", "check_memory", "extend_plan", "read_plan", "resolve_plan"]
+
+
+# What an evaluation adds up
+import numpy as np
+
+from hpctrain.tasks.residuals import Residuals
+from hpctrain.tasks.scores import Scores
+
+__all__ += ["Residuals", "Scores", "tallied"]
+
+
+def tallied(comm, tally, rows, measured):
+    """Merge a tally of `rows` samples in blocks of 7, of which each rank adds some in turn.
+
+    `measured(chosen)` returns the targets of these rows, and what is measured of them.
+    """
+    blocks = -(-rows // 7)
+    for number in range(blocks * comm.rank // comm.size, blocks * (comm.rank + 1) // comm.size):
+        chosen = np.arange(7 * number, min(7 * number + 7, rows))
+        targets, values = measured(chosen)
+        tally.add(SimpleNamespace(number=number, rows=chosen, targets=targets), values)
+    tally.merge(comm.allgather(tally.part()), comm)
+    return tally
