@@ -58,7 +58,7 @@ COMMANDS = {
         RANKS, "inference.evaluate", config.EvaluateConfig, "test a trained network on a split"
     ),
     "predict": Command(
-        RANKS, "inference.predict", config.PredictConfig, "classify images, or a split, into CSV"
+        RANKS, "inference.predict", config.PredictConfig, "answer images, or a split, into a table"
     ),
     "export": Command(
         ALONE, "inference.export", config.ExportConfig, "write a network for other programs"

@@ -40,7 +40,7 @@ class EvaluateConfig(NetworkConfig):
 
 
 class PredictConfig(NetworkConfig):
-    """Settings of ``hpctrain predict``: a CSV of classes and probabilities."""
+    """Settings of ``hpctrain predict``: a table of classes and probabilities, or of values."""
 
     files: tuple[str, ...] = option(
         "image files, HDF5 files, folders or patterns; default: a split of --data",
@@ -54,7 +54,10 @@ class PredictConfig(NetworkConfig):
     layout: Layout | None = option(
         "axes of HDF5 images, such as NCHW; default: those of the training", needs="files"
     )
-    output: str = option("CSV file (- = stdout), or folder of restored images", "predictions.csv")
+    output: str = option(
+        "CSV or HDF5 file (.h5) of answers (- = stdout), or folder of restored images",
+        "predictions.csv",
+    )
     figure: int = option("draw N random images with answers, .png beside --output", 0, "[0, 1000]")
     skip_bad: bool = option("leave out unusable images, exit code 0; default: name them, 1", False)
 

@@ -439,7 +439,7 @@ def picture_path(output: str | None, default: Path) -> Path:
     if output in (None, "-"):
         return default
     path = Path(str(output))
-    if path.suffix.lower() in (".csv", ".json"):
+    if path.suffix.lower() in (".csv", ".h5", ".hdf5", ".json"):
         return path.with_suffix(".png")
     return Path(f"{path}.png")
 

@@ -1,4 +1,4 @@
-"""Classify image files, rows of HDF5 files, or a split of a pack, into one CSV.
+"""Classify image files, rows of HDF5 files, or a split of a pack, into one CSV or HDF5 file.
 
     mpirun -n 4 python -m hpctrain predict RUN photos/ --output answers.csv
 
@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,9 @@ from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import MOST_NAMED, counted, listed, printable, say
 from hpctrain.watchdog import started, waiting
 
+HDF5_SUFFIXES = (".h5", ".hdf5")  # of --output
+WriteAnswers = Callable[[Block, np.ndarray], None]  # the usable rows of a block, and their answers
+
 
 def main(config: PredictConfig, comm: Comm) -> int:
     """``hpctrain predict``: classify, or restore, every image. Collective."""
@@ -50,6 +53,13 @@ def main(config: PredictConfig, comm: Comm) -> int:
         if task.gives_images and (config.figure or not config.files):
             raise agreed(
                 UsageError(f"this network {task.facts.use}: name files, and leave out --figure")
+            )
+        if task.gives_images and is_hdf5_name(config.output):
+            raise agreed(
+                UsageError(
+                    f"--output {config.output}: this network {task.facts.use}: give a folder for"
+                    " them"
+                )
             )
         if config.files:
             ignored = config.given("--data") or config.given("--split")
@@ -80,7 +90,7 @@ def main(config: PredictConfig, comm: Comm) -> int:
 def write_table(
     network: TrainedNetwork, source: Split | Images, config: PredictConfig, comm: Comm
 ) -> None:
-    """Write the answers to all images as CSV, and draw --figure of them at random. Collective."""
+    """Write a table of the answers to all images; draw --figure of them at random. Collective."""
     inference = network.inference
     task = inference.task
     output = config.output
@@ -89,21 +99,11 @@ def write_table(
     drawn = random.Random(0).sample(range(total), min(config.figure, total))
     bad = Bad()
     captions = list[Caption]()
-    target: tuple[str, ...] = ()
-    names: dict[str, Callable[[int], str]]  # columns of an image
-    if isinstance(source, Images):
-        names = source.columns
-    else:
-        names = {"row": str}
-        if source.source_of(0):
-            names["source"] = source.source_of
-        target = task.target_columns()
-    header = [*names, *target, *task.columns()]
     mine = range(comm.rank, blocks, comm.size)  # so that the blocks of a round are consecutive
     with ExitStack() as table, closing(inference.answers(source, mine)) as predicted:
         with on_all(comm):
             if comm.rank == 0:
-                write = table.enter_context(open_table(output, header))
+                write = table.enter_context(open_answers(output, network, source))
         for _ in range(0, blocks, comm.size):
             with on_all(comm):
                 part = next(predicted, None)
@@ -111,7 +111,7 @@ def write_table(
                 gathered = comm.gather(part)
             with on_all(comm):
                 for block, answers in filter(None, gathered or ()):
-                    write(table_rows(task, block, names.values(), answers))
+                    write(block, answers)
                     captions += task.captions(block, answers, np.isin(block.rows, drawn))
                     bad |= block.bad
         if isinstance(source, Images):
@@ -129,6 +129,45 @@ def write_table(
                 )
     place = "what is printed" if output == "-" else output
     on_root(comm, report_unusable, config, bad, total, f"{place} holds the answers to the others")
+
+
+def open_answers(
+    output: str, network: TrainedNetwork, source: Split | Images
+) -> AbstractContextManager[WriteAnswers]:
+    """Open the file of answers, CSV or HDF5 by its name; "-" prints a table."""
+    task = network.inference.task
+    columns: dict[str, Callable[[int], str]]  # of an image
+    if isinstance(source, Images):
+        columns = source.columns
+    else:
+        columns = {"row": str}
+        if source.source_of(0):
+            columns["source"] = source.source_of
+    if not is_hdf5_name(output):
+        return open_csv(output, task, columns, has_targets=isinstance(source, Split))
+    from hpctrain.inference.hdf5_answers import open_hdf5  # imports h5py
+
+    names = network.columns or network.classes
+    arrays = task.arrays(np.empty((0, task.outputs(len(names))), np.float32))
+    if isinstance(source, Split) and task.target_columns():
+        arrays["targets"] = source.read_targets(np.empty(0, np.int64))
+    return open_hdf5(output, task, len(source), arrays, columns, names)
+
+
+def is_hdf5_name(output: str) -> bool:
+    """Whether --output names an HDF5 file."""
+    return Path(output).suffix.lower() in HDF5_SUFFIXES
+
+
+@contextmanager
+def open_csv(
+    output: str, task: Task, columns: Mapping[str, Callable[[int], str]], has_targets: bool
+) -> Iterator[WriteAnswers]:
+    """Yield a function that writes the answers to a block into a CSV file. Raises RunError."""
+    targets = task.target_columns() if has_targets else ()
+    header = [*columns, *targets, *task.columns()]
+    with open_table(output, header) as write:
+        yield lambda block, answers: write(table_rows(task, block, columns.values(), answers))
 
 
 def table_rows(

@@ -40,7 +40,7 @@ from hpctrain.data.targets import Targets
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
 from hpctrain.packing.array_targets import check_targets
-from hpctrain.packing.write import PackWriter, writing_pack
+from hpctrain.packing.write import PackWriter, writing_file
 from hpctrain.text import say
 
 SLAB_BYTES = 8 << 20  # of images that are written at a time
@@ -154,7 +154,7 @@ def write_pack(
     counts = {name: len(rows) for name, rows in rows_of.items()}
     stored = np.concatenate([*rows_of.values()])
     written = Written(targets, stored, train.shape[2], values.nodata)
-    with writing_pack(output), whole_file(output) as file:
+    with writing_file(output), whole_file(output) as file:
         writer = PackWriter(file, counts, stored, train.shape, values.dtype)
         for name, count in counts.items():
             _write_split(file, images_of[name], count, writer, written, values)

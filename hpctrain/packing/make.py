@@ -76,7 +76,7 @@ from hpctrain.packing.sources import NO_SPLIT, Source, open_source
 from hpctrain.packing.table import print_table
 from hpctrain.packing.tiles import cut_source
 from hpctrain.packing.workers import RunTasks
-from hpctrain.packing.write import PackWriter, writing_pack
+from hpctrain.packing.write import PackWriter, writing_file
 from hpctrain.text import MOST_NAMED, brief, counted, listed_names, say
 from hpctrain.watchdog import doing
 
@@ -155,7 +155,7 @@ def make_pack(config: PackConfig) -> Path:
     if config.source is None:
         raise UsageError("nothing to pack: give a folder, .tgz, .zip, .csv, flowers or digits")
     output = output_path(config, config.source)
-    with writing_pack(output):
+    with writing_file(output):
         remove_left_behind(output)
         if config.source == "digits":
             pack_digits(config, output)

@@ -76,7 +76,7 @@ class PackWriter:
         check_room(Path(file.name).parent, needed, "packing")
 
         def add(group: h5py.Group, name: str, values: np.ndarray) -> None:
-            offset = _allocate(group, name, values.dtype.str, values.shape)
+            offset = allocate(group, name, values.dtype.str, values.shape)
             write_at(file.fileno(), values.data.cast("B"), offset)
 
         with self._open("w") as pack:
@@ -86,17 +86,17 @@ class PackWriter:
                 if sizes is None:
                     ends = np.arange(count + 1) * image_bytes
                     little = self._dtype.newbyteorder("<").str
-                    first = _allocate(group, "images", little, (count, *image_shape))
+                    first = allocate(group, "images", little, (count, *image_shape))
                 else:
                     ends = _ends(sizes[rows])
-                    first = _allocate(group, "bytes", "u1", (ends[-1],))
+                    first = allocate(group, "bytes", "u1", (ends[-1],))
                     add(group, "offsets", ends)
                 self.places[rows] = first + ends[:-1]
                 add(group, "targets", targets[rows].astype(targets.dtype.newbyteorder("<")))
-                _allocate(group, "crc32", "<u4", (count,))
+                allocate(group, "crc32", "<u4", (count,))
                 if names is not None:
-                    lengths = np.fromiter((len(_encoded(name)) for name in names[rows]), np.int64)
-                    add(group, "names", np.frombuffer(_encoded("".join(names[rows])), np.uint8))
+                    lengths = np.fromiter((len(encoded(name)) for name in names[rows]), np.int64)
+                    add(group, "names", np.frombuffer(encoded("".join(names[rows])), np.uint8))
                     add(group, "name_offsets", _ends(lengths))
 
     def finish(
@@ -126,12 +126,12 @@ class PackWriter:
         number = self._file.fileno()
         os.posix_fallocate(number, os.fstat(number).st_size, RESERVED)  # HDF5 cuts off the rest
         with self._open("r+") as file:
-            encoded = [_encoded(name) for name in targets.classes]
-            text = h5py.string_dtype("utf-8", max(map(len, encoded), default=1))
+            names = [encoded(name) for name in targets.classes]
+            text = h5py.string_dtype("utf-8", max(map(len, names), default=1))
             attributes = {
                 "format": np.bytes_(FORMAT),
                 "version": VERSION,
-                "classes": np.array(encoded, text),
+                "classes": np.array(names, text),
                 "image_shape": np.array(self._shape, "<i8"),
                 "fit": np.array(fit.encode(), "S8"),
                 "mean": np.array(mean),
@@ -160,7 +160,7 @@ class PackWriter:
         )
 
 
-def _allocate(group: h5py.Group, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+def allocate(group: h5py.Group, name: str, dtype: str | np.dtype, shape: tuple[int, ...]) -> int:
     """Create a contiguous dataset, allocated but not written; return its offset in the file."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -174,13 +174,14 @@ def _ends(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype("<i8")
 
 
-def _encoded(text: str) -> bytes:
+def encoded(text: str) -> bytes:
+    """Return the bytes of a text, also of a file's name that is not UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 @contextmanager
-def writing_pack(output: Path) -> Iterator[None]:
-    """Raise a system error in the block that writes a pack as a RunError or UsageError."""
+def writing_file(output: Path) -> Iterator[None]:
+    """Raise a system error in the block that writes an HDF5 file as a RunError or UsageError."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # HDF5 reports errno in its text

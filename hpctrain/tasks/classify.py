@@ -159,6 +159,9 @@ class Classify(Task):
             **dict(zip(columns, answers.T, strict=True)),
         }
 
+    def arrays(self, answers: np.ndarray) -> dict[str, np.ndarray]:
+        return {"probabilities": answers, "prediction": answers.argmax(1).astype(np.int32)}
+
     def target_columns(self) -> tuple[str, ...]:
         return ("class",)
 

@@ -131,9 +131,17 @@ class Multilabel(EntriesTask):
             **dict(zip(answer_columns(self.names), answers.T, strict=True)),
         }
 
+    def arrays(self, answers: np.ndarray) -> dict[str, np.ndarray]:
+        return {"probabilities": answers, "prediction": self.is_present(answers).astype(np.uint8)}
+
+    def is_present(self, answers: np.ndarray) -> np.ndarray:
+        """Return which probabilities (..., K) reach the thresholds of their classes."""
+        present: np.ndarray = answers >= np.array(self.thresholds, np.float32)
+        return present
+
     def chosen(self, answer: np.ndarray) -> str:
         """Return the classes with probabilities (K,) from their thresholds on, as "a;b"."""
-        is_present = answer >= np.array(self.thresholds, np.float32)
+        is_present = self.is_present(answer)
         return ";".join(name for name, is_in in zip(self.names, is_present, strict=True) if is_in)
 
     def target_columns(self) -> tuple[str, ...]:
@@ -154,7 +162,7 @@ class Multilabel(EntriesTask):
             if block.targets is not None:
                 target = block.targets[number]
                 lines.insert(0, f"true: {self.target_cells(target)[0] or 'none'}")
-                is_present = answers[number] >= np.array(self.thresholds, np.float32)
+                is_present = self.is_present(answers[number])
                 is_wrong = bool(((target != is_present) & (target != UNKNOWN)).any())
             captions.append(Caption(int(block.rows[number]), tuple(lines), is_wrong))
         return captions

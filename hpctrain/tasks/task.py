@@ -268,6 +268,13 @@ class Task(ABC):
         """Return answers (n, K) as columns (n,) by name, in Python."""
         return dict(zip(self.columns(), answers.T, strict=True))
 
+    def arrays(self, answers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return answers (n, K) as the datasets of an HDF5 file, (n, ...) by name.
+
+        Types are floats, where NaN is no answer, signed integers (-1) and uint8 (255).
+        """
+        return {self.output: answers}
+
     def target_columns(self) -> tuple[str, ...]:
         """Return the columns of what the pack holds as target, in a table of answers."""
         return ()
