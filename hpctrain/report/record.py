@@ -108,6 +108,9 @@ EXACT_TEXT = Field(str, deterministic=True)
 METRIC = Field(float, deterministic=True, scalar=True)
 ACCURACY = Field(float, deterministic=True, scalar=True, is_share=True)
 
+#: Figures from 0 to 1 of evaluations that have them.
+AREAS = ("top5_accuracy", "mAP", "mAP_binned", "auroc", "auroc_binned", "f1_macro", "f1_micro")
+
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "run": {  # a launch; these, and all other facts of training/folder.py: run_facts
         **dict.fromkeys(("epochs", "steps_per_epoch", "ranks"), COUNT),
@@ -137,6 +140,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "unweighted_loss": METRIC,  # with --class-weights
         "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
         "balanced_accuracy": ACCURACY,  # mean recall, where classes are weighted or sampled alike
+        **dict.fromkeys(AREAS, ACCURACY),
         "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
         "rows": EXACT_COUNT,
         "seconds": NUMBER,

@@ -6,7 +6,8 @@ no torch. ``tasks/NAME.py`` computes what a task learns, and is imported on use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 TaskName = Literal["classify", "multilabel", "regress", "denoise"]
@@ -31,7 +32,8 @@ class TaskFacts(NamedTuple):
     figures: dict[str, Direction]  # in records; runs are ranked by the first one
     loss: str  # name of its loss
     targets: str = ""  # kind of targets that it learns, of `KINDS`; "" = any
-    more: tuple[str, ...] = ()  # further figures of evaluations
+    more: Mapping[str, Direction] = MappingProxyType({})  # further figures of evaluations
+    best_by: str = ""  # figure of the best network without --best-by; "" = the first one
     settings: tuple[tuple[str, type], ...] = ()  # its own, held by a network's file
     model: str = ""  # for --model auto; "" = by the size of the images
     optimizer: str = "sgdm"
@@ -40,6 +42,11 @@ class TaskFacts(NamedTuple):
     patience: int = 0
     is_unit: bool = False  # whether images must be in [0, 1], without a normalization
     excludes: tuple[tuple[str, str], ...] = ()  # options, and why
+
+    @property
+    def directions(self) -> dict[str, Direction]:
+        """All figures of evaluations, and the direction in which each is better."""
+        return {**self.figures, **self.more}
 
 
 FACTS: dict[str, TaskFacts] = {
@@ -50,7 +57,15 @@ FACTS: dict[str, TaskFacts] = {
         figures={"accuracy": "max", "loss": "min"},
         loss="cross-entropy",
         targets="class",
-        more=("unweighted_loss", "balanced_accuracy"),
+        more={
+            "unweighted_loss": "min",
+            "balanced_accuracy": "max",
+            "top5_accuracy": "max",
+            "auroc": "max",
+            "auroc_binned": "max",
+            "f1_macro": "max",
+        },
+        best_by="loss",
     ),
     # Adam: the loss is a mean over K entries of which most are easy, so its gradient is small, and
     # of another size for each K. Patience: both losses rise again long before the usual 100 epochs.
@@ -61,7 +76,7 @@ FACTS: dict[str, TaskFacts] = {
         figures={"loss": "min"},
         loss="binary cross-entropy",
         targets="classes",
-        more=("unweighted_loss",),
+        more={"unweighted_loss": "min"},
         optimizer="adam",
         patience=10,
         excludes=(("--balanced-sampling", NOT_ONE_CLASS),),
@@ -87,7 +102,7 @@ FACTS: dict[str, TaskFacts] = {
         answered="restored",
         figures={"loss": "min"},
         loss="mean squared error",
-        more=("noisy",),
+        more={"noisy": "min"},
         settings=(("noise", str), ("noise_level", float)),
         model="autoencoder",
         optimizer="adam",
@@ -106,7 +121,7 @@ USUAL = FACTS["classify"]
 
 def all_figures() -> set[str]:
     """Return the names of the figures of all tasks."""
-    return {name for facts in FACTS.values() for name in (*facts.figures, *facts.more)}
+    return {name for facts in FACTS.values() for name in facts.directions}
 
 
 def all_settings() -> dict[str, type]:
