@@ -48,6 +48,13 @@ class Batch:
     key: int  # for the random numbers of this step and shard
 
 
+class Kept(NamedTuple):
+    """Samples that are kept in memory, those of a window or all."""
+
+    images: np.ndarray  # (n, H, W, C), as they are stored
+    targets: np.ndarray  # (n, ...)
+
+
 # the batches of a step, the event after which they are ready, and the samples that are not usable
 Ready = tuple[list[Batch], Event, Bad]
 
@@ -172,7 +179,7 @@ class Loader:
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
         self._thread = make_pool(1, "windows")
-        self._windows: dict[tuple[int, int, int], Future[np.ndarray]] = {}
+        self._windows: dict[tuple[int, int, int], Future[Kept]] = {}
         self._bad = Bad()  # unusable ones among all samples that were read
         count = sum(self.partition.shares[j] for j in shards)
         self._upload = Upload((count, *split.image_shape), split.dtype, options.device)
@@ -234,22 +241,27 @@ class Loader:
         counts = {j: n for j in self.shards if (n := self.partition.count(step, j))}
         images = self._upload.buffer(sum(counts.values()))
         done = 0
-        bad = Bad()
         keys: list[int] = []
-        parts = [np.empty(0, np.int64)]
+        samples = [np.empty(0, np.int64)]
+        targets = [self.split.read_targets(samples[0])]
         for shard, count in counts.items():
             key = random_key(self.order.seed, "batch", epoch, step, shard)
             first = epoch, shard, step * self.partition.shares[shard]
-            parts.append(self._read(first, key, images[done : done + count]))
+            indices, of_shard = self._read(first, key, images[done : done + count])
+            samples.append(indices)
+            targets.append(of_shard)
             keys.append(key)
             done += count
-        samples = np.concatenate(parts)
-        targets = torch.from_numpy(self.split.read_targets(samples, bad))
+        bad = Bad()
+        if self._bad:
+            asked = {*np.concatenate(samples).tolist()}
+            bad |= {index: self._bad[index] for index in self._bad.keys() & asked}
+        on_host = torch.from_numpy(np.concatenate(targets))
 
         def make(images: torch.Tensor) -> list[Batch]:
             sizes = [*counts.values()]
             divisor = self.split.divisor
-            uploaded = copy_to_device(targets, images.device)
+            uploaded = copy_to_device(on_host, images.device)
             parts = zip(counts, keys, images.split(sizes), uploaded.split(sizes), strict=True)
             return [
                 Batch(shard, *self.pipeline.make(stored, targets_of, key, divisor), key)
@@ -257,24 +269,25 @@ class Loader:
             ]
 
         batches = self._upload.make(done, make) if done else []
-        if self._bad:
-            bad |= {index: self._bad[index] for index in self._bad.keys() & {*samples.tolist()}}
         return batches, self._upload.record_event(), bad
 
     @cached_property
-    def _kept(self) -> np.ndarray | None:
-        """The images of all samples that the shards may read, if they fit; targets are held."""
+    def _kept(self) -> Kept | None:
+        """All samples that the shards may read, if they fit into the read buffer."""
         reach = self.order.reach(self.shards)
         self.split.hold(reach)
-        size = len(reach) * self.split.pack.image_bytes
+        size = len(reach) * self.split.pack.sample_bytes
         if self._options.random_crop or size > self._options.read_buffer:
             return None
         return self._load(np.arange(reach.start, reach.stop))
 
-    def _read(self, place: tuple[int, int, int], key: int, out: np.ndarray) -> np.ndarray:
-        """Read samples of a shard into `out` (n, H, W, C); return their indices, (n,) int64.
+    def _read(
+        self, place: tuple[int, int, int], key: int, out: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Read samples of a shard; return their indices, (n,) int64, and their targets, (n, ...).
 
-        `place`: epoch, shard, and the position of the first one in the shard's epoch.
+        The images are read into `out` (n, H, W, C). `place`: epoch, shard, and the position of the
+        first one in the shard's epoch.
         """
         order = self.order
         least_share = self._options.random_crop
@@ -282,36 +295,41 @@ class Loader:
             return self._read_windows(order, place, out)
         indices = order.samples(*place, len(out))
         if self._kept is not None:
-            first = order.reach(self.shards).start
-            np.take(self._kept, indices - first, axis=0, out=out, mode="clip")
-            return indices
+            places = indices - order.reach(self.shards).start
+            return indices, self._take(self._kept, places, out)
         crops = None
         if least_share:
             from hpctrain.data.images import draw_crops
 
             crops = draw_crops(least_share, len(out), random_key(key, "crop"))
         self.split.gather(indices, out, crops, bad=self._bad)
-        return indices
+        return indices, self.split.read_targets(indices, self._bad)
+
+    def _take(self, kept: Kept, places: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the images at these places (n,) into `out`, and return their targets, (n, ...)."""
+        np.take(kept.images, places, axis=0, out=out, mode="clip")
+        return kept.targets[places]
 
     def _read_windows(
         self, order: BlockOrder, place: tuple[int, int, int], out: np.ndarray
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Implement `_read` with windows, of which a shard has at most two in memory."""
         epoch, shard, first = place
         done = 0
         indices = []
+        targets = []
         for window, places in order.windows(epoch, shard, first, len(out)):
             chosen = window.order(places)
             part = out[done : done + len(places)]
             # The window is not assigned to a name, which would keep it alive too long.
             key = epoch, shard, window.number
-            np.take(self._window(order, *key), chosen, axis=0, out=part, mode="clip")
+            targets.append(self._take(self._window(order, *key), chosen, part))
             indices.append(window.samples[chosen])
             done += len(places)
-        return np.concatenate(indices)
+        return np.concatenate(indices), np.concatenate(targets)
 
-    def _window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> np.ndarray:
-        """Return the images of a window in reading order, and free the windows before it."""
+    def _window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> Kept:
+        """Return the samples of a window in reading order, and free the windows before it."""
         is_last = number + 1 == order.count(shard)
         keys = [(epoch, shard, number)]
         if not is_last:
@@ -325,9 +343,9 @@ class Loader:
                 self._windows[key] = self._thread.submit(self._load, order.window(*key).samples)
         return self._windows[keys[0]].result()
 
-    def _load(self, indices: np.ndarray) -> np.ndarray:
+    def _load(self, indices: np.ndarray) -> Kept:
         images = np.empty((len(indices), *self.split.image_shape), self.split.dtype)
         for start in range(0, len(indices), PIECE_ROWS):
             part = slice(start, start + PIECE_ROWS)
             self.split.gather(indices[part], images[part], bad=self._bad)
-        return images
+        return Kept(images, self.split.read_targets(indices, self._bad))

@@ -164,8 +164,13 @@ class Pack:
         return math.prod(self.image_shape) * self.dtype.itemsize
 
     @property
+    def sample_bytes(self) -> int:
+        """Bytes of a sample in the read buffer: its image, and its target unless that is held."""
+        return self.image_bytes + self.targets.buffered_bytes
+
+    @property
     def planned_bytes(self) -> int:
-        """Bytes of an image of which a plan makes the windows of --shuffle blocks.
+        """Bytes of a sample of which a plan makes the windows of --shuffle blocks.
 
         Where values are divided, they count as float32 at least, so that the order of samples does
         not follow from how they are stored.
@@ -173,7 +178,7 @@ class Pack:
         itemsize = self.dtype.itemsize
         if self.scale.is_divided:
             itemsize = max(4, itemsize)
-        return math.prod(self.image_shape) * itemsize
+        return math.prod(self.image_shape) * itemsize + self.targets.buffered_bytes
 
 
 def ordered(names: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ values    (N, T) float32                  T numbers, in columns with names; NaN 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -62,6 +63,12 @@ class Targets(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Shape of a sample's target: (), (K,) or (T,)."""
         return () if self.kind == "class" else (len(self.names),)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of a sample's target in the read buffer; 0 if it is held beside it."""
+        size = self.dtype.itemsize * math.prod(self.shape)
+        return size if size > HELD_BYTES else 0
 
     def seeds(self, stored: np.ndarray) -> list[int]:
         """Return with what the CRC-32 of each sample begins, for its target as stored (n, ...).

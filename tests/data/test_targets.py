@@ -265,6 +265,33 @@ def test_batches_have_the_targets_of_their_images(tmp_path, kind, order, read_bu
         loader.close()
 
 
+@pytest.mark.parametrize("read_buffer", [ROWS * (12 + 20) - 1, ROWS * (12 + 20)])
+def test_long_targets_are_kept_with_the_images_of_a_window_or_of_all(
+    tmp_path, monkeypatch, read_buffer
+):
+    """Else each batch of 16 samples would read them at random places of a slow disk."""
+    pack = write(tmp_path / "a.h5", "many classes")
+    order = make_order("blocks", hp.cut_epoch(ROWS, 16, 1), 3, block_rows=10, window_blocks=5)
+    place = pack.splits["train"].targets.byte_range(0, ROWS)
+    read = []
+    plain = os.preadv
+
+    def preadv(descriptor, buffers, offset):
+        if offset in place:
+            read.append(sum(map(len, buffers)) // 20)
+        return plain(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with hp.Split(pack, "train", verify=False) as split:
+        loader = hp.Loader(split, order, [0], options=hp.ReadOptions(read_buffer), epochs=2)
+        assert sum(len(list(loader.epoch(epoch))) for epoch in range(2)) == 14
+        loader.close()
+    if read_buffer % ROWS:  # one byte is missing: 10 blocks and a short one in each epoch
+        assert sum(read) == 2 * ROWS and len(read) <= 22
+    else:
+        assert read == [ROWS]
+
+
 def test_classes_are_counted_where_they_are_known_to_be(tmp_path):
     with hp.Split(write(tmp_path / "a.h5", "classes"), "train") as split:
         assert split.count_classes().tolist() == (KINDS["classes"][0] == 1).sum(axis=0).tolist()

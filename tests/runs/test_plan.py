@@ -187,6 +187,12 @@ def test_global_order_says_what_it_keeps_of_all_samples_before_it_does(monkeypat
         check(verify=False, ranks=5, **everything, columns=pixels)
     with pytest.raises(UsageError, match="53.1 GiB on each rank"):
         check(**everything, columns=pixels, balanced_sampling=True)
+    half = {**everything, "samples": 10**9 // 2}
+    for count, held in ((16, "9.8"), (17, "2.3")):  # the longer ones are read on demand
+        classes = SimpleNamespace(dtype="|u1", shape=(0, count))
+        assert f"{held} GiB" in check(**half, columns=pixels | {"targets": classes})
+    in_memory = np.empty((0, 17), "u1")  # of an external file
+    assert "10.2 GiB" in check(**half, columns=pixels | {"targets": in_memory})
 
 
 def test_classes_that_shards_cannot_draw_equally_often_are_noted_with_numbers(tmp_path):

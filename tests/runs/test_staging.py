@@ -9,6 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 
 import hpctrain as hp
@@ -33,7 +34,11 @@ CASES = {
     "global": {"shuffle": "global"},
     "first samples": {"augment": "tests.support.own_functions:mirror", "freeze": "conv1,bn1"},
     "picture": {"task": "denoise", "model": "autoencoder"},
+    "several classes": {"task": "multilabel", "shuffle": "blocks"},
+    "values": {"task": "regress"},
 }
+
+TARGETS = {"several classes": 17, "values": 2}  # numbers of a sample
 
 
 @pytest.fixture
@@ -42,8 +47,17 @@ def settings(tmp_path):
 
 
 def write_pack(folder, case):
-    """A pack of pixels or of JPEG files."""
-    if case == "jpeg":
+    """A pack of pixels or of JPEG files. Of several classes, targets are not held in memory."""
+    if case in TARGETS:
+        rng = np.random.default_rng(7)
+        splits = {}
+        for name, rows in (("train", ROWS), ("validation", 14)):
+            images = rng.integers(0, 256, (rows, 16, 16, 1), np.uint8)
+            splits[name] = images, rng.integers(0, 2, (rows, TARGETS[case]))
+        names = [f"name {number}" for number in range(TARGETS[case])]
+        named = {"columns": names} if case == "values" else {"classes": names}
+        hp.write_pack(folder / "pack.h5", splits, **named)
+    elif case == "jpeg":
         images = class_folders(folder / "images", {"a": 37, "b": 36}, ".jpg", width=41)
         how = {"size": "16x16", "encoding": "jpeg", "split": "0.8,0.2"}
         pack_files(images, folder / "pack.h5", **how)

@@ -24,7 +24,7 @@ class Source:
         self.asked, self.buffers = [], []
         self.gate = threading.Event()  # `gather` waits until it is open
         self.gate.set()
-        self.pack = SimpleNamespace(fit="", image_bytes=self.images[0].nbytes)
+        self.pack = SimpleNamespace(fit="", sample_bytes=self.images[0].nbytes)
 
     def read_targets(self, indices, bad=None):
         return self.targets[indices]
