@@ -29,6 +29,7 @@ from hpctrain.parallel.hosts import JobCores, core_notes, share_cores
 from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, on_all, on_root
 from hpctrain.plan import Plan, cpu_threads
 from hpctrain.report.settings import UnreadableFile, read_files_of
+from hpctrain.tasks.facts import KINDS
 from hpctrain.tasks.task import task_class
 from hpctrain.text import counted, listed, listed_names
 from hpctrain.training.probe import FIRST_ROWS
@@ -169,6 +170,11 @@ def check_data(config: Config, pack: Pack) -> None:
     if config.random_crop and not pack.fit:
         raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
     task_class(config.task).check_data(pack)
+    if config.balanced_sampling and pack.targets.kind != "class":
+        raise UsageError(
+            f"--balanced-sampling draws images by their one class, and {pack.path} holds"
+            f" {KINDS[pack.targets.kind]}: leave it out"
+        )
     require_validation("--final best", config.final == "best", pack)
     require_validation("--patience", config.patience, pack)
     every = config.validate_every not in (Config.validate_every, Every("0"))

@@ -330,6 +330,16 @@ def test_a_pack_is_described_by_its_classes_or_the_ranges_of_its_columns(tmp_pat
     assert len(table(np.ones((ROWS, 40)), np.ones((9, 40)), classes=names(40))) == 2
 
 
+@pytest.mark.parametrize("kind", ["classes", "values"])
+def test_sampling_by_class_is_refused_where_an_image_has_no_single_class(tmp_path, kind):
+    path = write(tmp_path / "a.h5", kind).path
+    words = ["train", "--data", path, "--task", "denoise", "--model", "autoencoder"]
+    assert command(1, *words, "--dry-run").code == 0
+    refused = command(1, *words, "--dry-run", "--balanced-sampling")
+    (line,) = refused.err.splitlines()[1:]  # the first one says that it starts
+    assert refused.code == 2 and "draws images by their one class" in line and path in line
+
+
 # Damage
 
 
