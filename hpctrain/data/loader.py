@@ -44,7 +44,7 @@ class Batch:
 
     shard: int
     images: torch.Tensor  # (m_j, C, H, W)
-    targets: torch.Tensor  # (m_j, ...): class labels, or what the pipeline's stage makes of them
+    targets: torch.Tensor  # (m_j, ...): of the split, or what the pipeline's stage makes of them
     key: int  # for the random numbers of this step and shard
 
 

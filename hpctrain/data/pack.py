@@ -46,7 +46,7 @@ from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
 from hpctrain.data.targets import Targets
 from hpctrain.errors import UsageError
-from hpctrain.text import counted, listed, listed_names, printable
+from hpctrain.text import counted, listed, listed_names
 
 if TYPE_CHECKING:
     import h5py
@@ -240,8 +240,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                 " pack it again"
             )
         scale = facts["scale"]
-        classes = [printable(name, newlines=False) for name in facts["classes"]]
-        targets = Targets.from_json(facts["targets"], classes)
+        targets = Targets.from_json(facts["targets"], facts["classes"])
         if scale["dtype"] not in TYPES or targets is None:
             raise Unusable(
                 f"it holds {scale['dtype']} images with targets {facts['targets']}, which this"

@@ -38,7 +38,7 @@ MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
 TARGET_BYTES = 8 << 20  # of targets that are read at a time from a whole split
 PROBED = 16  # images of an external file by which it is recognised
 TASK_FILES = 8  # JPEG files that a thread decodes at a time
-CORRUPT = "is corrupt: its bytes or its label differ from its checksum"
+CORRUPT = "is corrupt: its bytes or its target differ from its checksum"
 CORRUPT_COPY = f"{CORRUPT}: remove this copy, and the next launch copies the pack again"
 NOT_FINITE = (
     "holds NaN or infinite values: write finite ones, take it out of the file, or leave NaN out by"

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hpctrain.text import counted
+from hpctrain.text import counted, printable
 
 TargetKind = Literal["class", "classes", "values"]
 
@@ -128,4 +128,4 @@ class Targets(NamedTuple):
         targets = cls(kind, tuple(attribute.get("columns", classes)))
         if not targets.names or targets.as_json() != attribute:
             return None
-        return targets
+        return cls(kind, tuple(printable(name, newlines=False) for name in targets.names))

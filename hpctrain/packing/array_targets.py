@@ -19,6 +19,7 @@ from hpctrain.data.targets import UNKNOWN, Targets
 from hpctrain.errors import UsageError, first_line
 from hpctrain.text import brief, counted, listed
 
+SLAB_VALUES = 1 << 20  # whose rounding is measured at a time: 16 MiB of each copy
 FILLED = {"class": "0", "classes": str(UNKNOWN), "values": "numpy.nan"}  # advice by kind
 
 
@@ -165,19 +166,30 @@ def _check_values(
     _refuse(split, values, np.isinf(values), targets, "expected finite values, and NaN for unknown")
     with np.errstate(over="ignore", under="ignore"):
         stored = values.astype(targets.dtype)
-    unknown = np.isnan(stored)
-    stored[unknown] = np.nan  # one of all that there are: equal values give equal bytes
+    stored[np.isnan(stored)] = np.nan  # one of all that there are: equal values give equal bytes
     _refuse(split, values, np.isinf(stored), targets, "too large for float32: give another unit")
-    exact = values.astype(np.longdouble)[~unknown]
-    errors = np.abs(stored.astype(np.longdouble)[~unknown] - exact)
-    rounded = np.flatnonzero(errors)
-    if len(rounded):
-        largest = float((errors[rounded] / np.abs(exact[rounded])).max())
+    count, largest = _measure_rounding(values, stored)
+    if count:
         notes.append(
-            f"{len(rounded):,} of {values.size:,} labels of {split} are rounded to float32, by at"
-            f" most {largest:.1g} of their size"
+            f"{count:,} of {values.size:,} labels of {split} are rounded to float32, by at most"
+            f" {largest:.1g} of their size"
         )
     return stored
+
+
+def _measure_rounding(values: np.ndarray, stored: np.ndarray) -> tuple[int, float]:
+    """Return how many values (N, T) are stored as others, and the largest relative difference."""
+    count = 0
+    largest = 0.0
+    step = max(1, SLAB_VALUES // values.shape[1])
+    for start in range(0, len(values), step):
+        exact = values[start : start + step].astype(np.longdouble)
+        errors = np.abs(stored[start : start + step] - exact)
+        is_rounded = errors > 0  # not NaN
+        count += int(is_rounded.sum())
+        ratios = errors[is_rounded] / np.abs(exact[is_rounded])
+        largest = float(ratios.max(initial=largest))
+    return count, largest
 
 
 def _check_shape(

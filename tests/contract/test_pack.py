@@ -3,7 +3,8 @@
 Other programs may rely on this: a group per split with `images` (N, H, W, C) uint8 and integer
 `targets` (N,), or with the bytes of JPEG files and their `offsets` (N + 1,); contiguous data sets,
 so that bytes may be read at their offsets; a checksum per sample; and the root attributes below.
-How archives, manifests and arrays become packs is tested in tests/data.
+How archives, manifests and arrays become packs is tested in tests/data, and other kinds of targets
+in tests/data/test_targets.py.
 """
 
 import json

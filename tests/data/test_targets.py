@@ -101,6 +101,17 @@ def test_the_file_of_every_kind_is_as_its_format_says(tmp_path, kind):
         assert file["train/crc32"][:].tolist() == expected
 
 
+def test_names_may_be_long_many_and_of_any_characters(tmp_path):
+    """Escape sequences of a terminal are not printed as they are."""
+    labels = np.zeros((ROWS, 9000), np.uint8)
+    for name in ("classes", "columns"):
+        odd = ["a\x1b[31m\nb", "\udcff", "é" * 300, *names(8997)]
+        hp.write_pack(tmp_path / "a.h5", {"train": (IMAGES, labels)}, **{name: odd}, overwrite=True)
+        targets = hp.read_pack(tmp_path / "a.h5").targets
+        assert targets.names[2:] == tuple(odd[2:])
+        assert targets.names[:2] == (r"a\x1b[31m\nb", r"\udcff")
+
+
 def test_equal_labels_give_equal_bytes_whatever_their_type(tmp_path):
     classes = draw_classes(4)
     unknown = np.where(classes == 255, np.nan, classes)
