@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from hpctrain.config.values import DIVISORS, LARGEST_DIVISOR, LEAST_DIVISOR
-from hpctrain.data.external import describe_attributes, describe_scale_attributes
+from hpctrain.data.external import FILL_VALUES, describe_attributes, describe_scale_attributes
 from hpctrain.data.hdf5 import Unusable, locate_dataset
 from hpctrain.data.outliers import outlier_of_pack
 from hpctrain.data.pack import (
@@ -41,7 +41,7 @@ from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.files import whole_file, write_at
 from hpctrain.packing.array_targets import check_targets
 from hpctrain.packing.write import PackWriter, writing_file
-from hpctrain.text import say
+from hpctrain.text import counted, listed, say
 
 SLAB_BYTES = 8 << 20  # of images that are written at a time
 NARROWER = {  # what makes packable images of others, and what it needs
@@ -145,7 +145,9 @@ def write_pack(
         _check_name(name)
         images_of[name] = _open_images(name, images, layout, nodata)
         samples[name] = len(images) if hasattr(images, "shape") else None
+    _check_written(labels_of)
     targets, rows_of, notes = check_targets(labels_of, samples, classes, columns)
+    notes += _check_attributes(labels_of, targets, rows_of)
     _check_alike(images_of)
     train = images_of["train"]
     values = _choose_values(train, max_value, nodata)
@@ -169,6 +171,45 @@ def write_pack(
     outlier = outlier_of_pack(read_pack(output))
     if outlier is not None:
         _note(f"{output}: {outlier.note('nodata=')}")
+
+
+def _check_written(labels_of: Mapping[str, Any]) -> None:
+    """Raise UsageError for datasets of which HDF5 would read what was never written, as zeros."""
+    for split, labels in labels_of.items():
+        if isinstance(labels, h5py.Dataset) and os.path.isfile(labels.file.filename):
+            try:
+                locate_dataset(labels, {})
+            except Unusable as error:
+                raise UsageError(f"labels of {split}: {error}") from None
+
+
+def _check_attributes(
+    labels_of: Mapping[str, Any], targets: Targets, rows_of: Mapping[str, np.ndarray]
+) -> list[str]:
+    """Return notes on attributes of netCDF that datasets of labels have, and are not applied.
+
+    Raises UsageError if labels are one of the values that their attributes call missing, and known
+    as `rows_of` are stored.
+    """
+    notes = list[str]()
+    for split, labels in labels_of.items():
+        if not isinstance(labels, h5py.Dataset):
+            continue
+        scale = describe_scale_attributes(labels)
+        if scale:
+            notes.append(f"labels of {split}: {scale} of {labels.name} is not applied")
+        known = ~targets.is_unknown(rows_of[split])
+        for name in FILL_VALUES:
+            fills = np.asarray(labels.attrs.get(name, ())).reshape(-1)
+            is_missing = np.isin(labels[...].reshape(known.shape), fills) & known
+            if is_missing.any():
+                raise UsageError(
+                    f"labels of {split}: {labels.name} holds {listed(fills.tolist())}, its {name},"
+                    f" {counted(int(is_missing.sum()), 'time')}, first in row"
+                    f" {np.argwhere(is_missing)[0][0]:,}: leave these images out, or where several"
+                    " labels of an image may be unknown, write NaN"
+                )
+    return notes
 
 
 def _write_split(

@@ -221,6 +221,36 @@ def test_labels_that_are_not_of_their_kind_are_refused(tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_data_sets_are_labels_but_for_values_that_they_call_missing(tmp_path, capsys):
+    values = FLOATS.astype(np.float64)
+    values[8, 1] = -99
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        for name, labels in (("values", values), ("classes", BITS), ("class", BITS[:, 0] % 3)):
+            file[name] = labels
+        incomplete = file.create_dataset("incomplete", (ROWS, 2), "f4", chunks=(50, 2))
+        incomplete[:50] = 1
+
+        def write(name, fill=None, **named):
+            if fill is not None:
+                file[name].attrs["_FillValue"] = fill
+            splits = {"train": (IMAGES, file[name])}
+            hp.write_pack(tmp_path / "a.h5", splits, **named, overwrite=True)
+
+        with pytest.raises(hp.UsageError, match="labels of train: /incomplete is incomplete: 1 of"):
+            write("incomplete", columns=names(2))
+        with pytest.raises(hp.UsageError, match=r"-99.0, its _FillValue, 1 time, first in row 8:"):
+            write("values", -99.0, columns=names(2))
+        with pytest.raises(hp.UsageError, match=r"/class holds 1, its _FillValue"):
+            write("class", 1, classes="abc")
+        write("values", np.nan, columns=names(2))
+        write("values", columns=names(2))
+        write("classes", 255, classes="abc")  # unknown
+        file["values"].attrs["add_offset"] = 273.15
+        capsys.readouterr()
+        write("values", columns=names(2))
+        assert "add_offset 273.15 of /values is not applied" in capsys.readouterr().err
+
+
 def test_all_splits_have_the_kind_of_train(tmp_path):
     for labels, others in ((BITS, BITS[:9, 0]), (BITS[:, 0] % 3, BITS[:9])):
         splits = {"test": (IMAGES[:9], others), "train": (IMAGES, labels)}
