@@ -8,7 +8,7 @@ over its public parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,13 @@ SCHEDULES = {
 }
 
 
-def plain_torch(case: Case, steps: list[list[list[int]]]) -> tuple[dict, list[float]]:
-    """Train on `steps`, of the rows of each shard: the weights, and the loss of each step."""
+def plain_torch(
+    case: Case, steps: list[list[list[int]]], targets: np.ndarray = LABELS
+) -> tuple[dict, list[float]]:
+    """Train on `steps`, of the rows of each shard: the weights, and the loss of each step.
+
+    It is NaN, and nothing changes, where no entry of the `targets` (N, ...) is known.
+    """
     model, losses = network(SHAPE, CLASSES), []
     if case.first:
         model.load_state_dict({n: t for n, t in case.first().items() if "head" not in n}, False)
@@ -210,7 +215,12 @@ def plain_torch(case: Case, steps: list[list[list[int]]]) -> tuple[dict, list[fl
     for shards in steps:
         optimizer.zero_grad(set_to_none=False)
         scores = torch.cat([model(as_input(IMAGES[rows])) for rows in shards])
-        loss = case.loss(scores, torch.from_numpy(LABELS[np.concatenate(shards)]))
+        loss = case.loss(scores, torch.from_numpy(targets[np.concatenate(shards)]))
+        losses.append(loss.item())
+        if loss.isnan():
+            for _, inputs in norms.values():
+                inputs.clear()
+            continue
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
@@ -222,7 +232,6 @@ def plain_torch(case: Case, steps: list[list[list[int]]]) -> tuple[dict, list[fl
             inputs.clear()
         for name, value in model.state_dict().items():
             average[name] = case.average * average[name] + (1 - case.average) * value
-        losses.append(loss.item())
     return average, losses
 
 
@@ -321,6 +330,106 @@ def check_figures(result, case: Case, steps: list, expected: dict, losses: list[
     assert result.figures["test_loss"] == pytest.approx(loss, rel=1e-12)
     correct = (scores.argmax(1) == answers).double().mean().item()
     assert result.figures["test_accuracy"] == pytest.approx(correct)
+
+
+# Targets of several entries, of which some are unknown
+
+SCALES = np.float32([1, 50, 0.25]), np.float32([0, 100, -3])  # of values: deviation and mean
+SMOOTHED = {"task": "multilabel", "label_smoothing": 0.2, "overlap": 3}
+ENTRIES = {
+    "classes": Case({"task": "multilabel", "optimizer": "sgdm", "patience": 0}),
+    "classes, weighted": Case(
+        {"task": "multilabel", "class_weights": list(WEIGHTS), "clip_norm": 0.05, "patience": 0},
+        adam,
+        clip=0.05,
+    ),
+    "classes, smoothed": Case({**SMOOTHED, "weight_decay": 0.1}, adam, decay=lambda name: 0.1),
+    "values": Case({"task": "regress", "optimizer": "sgdm", "clip_norm": 0.2}, clip=0.2),
+    "values, average": Case(
+        {"task": "regress", "optimizer": "adamw", "ema": 0.8, "final": "ema"},
+        adamw,
+        average=0.8,
+    ),
+    "values as they are": Case({"task": "regress", "target_scale": "none"}, adam),
+}
+
+
+def entries(task: str, rows: int, unknown: list[int]) -> np.ndarray:
+    """Targets (rows, 3) as they are stored; of the `unknown` rows, nothing is known."""
+    rng = np.random.default_rng(rows)
+    is_unknown = rng.random((rows, CLASSES)) < 0.4
+    is_unknown[unknown] = True
+    if task == "multilabel":
+        targets = rng.integers(0, 2, (rows, CLASSES), dtype=np.uint8)
+        targets[is_unknown] = 255
+        return targets
+    deviation, mean = SCALES
+    values = (rng.normal(size=(rows, CLASSES)) * deviation + mean).astype(np.float32)
+    values[is_unknown] = np.nan
+    return values
+
+
+def mean_over_known(case: Case, train: np.ndarray) -> Any:
+    """The loss of a case, as a user of torch writes it: a mean over known entries."""
+    task = case.settings["task"]
+    values = train.astype(float)  # else nanstd rounds to float32
+    mean, deviation = np.nanmean(values, 0), np.nanstd(values, 0)
+    if case.settings.get("target_scale") == "none":
+        mean, deviation = np.zeros(CLASSES), np.ones(CLASSES)
+
+    of_training = case.settings.get("label_smoothing", 0.0)
+
+    def loss(outputs, targets, smoothing=of_training):
+        if task == "regress":
+            known = ~targets.isnan()
+            scaled = (targets.double() - torch.from_numpy(mean)) / torch.from_numpy(deviation)
+            return F.mse_loss(outputs[known], scaled[known])
+        known = targets != 255
+        weights = np.float64(case.settings.get("class_weights", [1] * CLASSES))
+        smoothed = targets.double() * (1 - smoothing) + smoothing / 2
+        weights = torch.from_numpy(weights).expand(outputs.shape)[known]
+        pair = outputs[known], smoothed[known]
+        return F.binary_cross_entropy_with_logits(*pair, pos_weight=weights)
+
+    return loss
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_loss_is_a_mean_over_the_known_entries_of_the_global_batch(comm, data, name):
+    """The second step has no known entry, and changes nothing; in the first, a shard has none."""
+    case = ENTRIES[name]
+    steps = rows_of_steps(data)
+    unknown = [*np.concatenate(steps[1]), *steps[0][2]]
+    targets = entries(case.settings["task"], ROWS, unknown)
+    tested = entries(case.settings["task"], len(TEST[0]), [0, 5])
+    kind = {"columns" if case.settings["task"] == "regress" else "classes": ["a", "b", "c"]}
+    others = TEST[0], tested
+    splits = {"train": (IMAGES, targets), "validation": others, "test": others}
+    if comm.rank == 0:
+        hp.write_pack(data / "entries.h5", splits, **kind)
+    comm.Barrier()
+    how = {"shards": SHARDS, "batch_size": BATCH, "epochs": EPOCHS, "lr": 0.1, "threads": 1}
+    files = {"data": str(data / "entries.h5"), "runs_dir": str(data), "run": name}
+    result = hp.train(model=MODEL, **files, **how, **case.settings, progress="none")
+    loss = mean_over_known(case, targets)
+    expected, losses = plain_torch(replace(case, loss=loss), steps, targets)
+    assert [step for step, value in enumerate(losses) if np.isnan(value)] == [1]
+    found = load_file(Path(result.folder) / "model.safetensors")
+    assert difference(found, expected) < 1e-12
+    assert found["last.num_batches_tracked"] == STEPS - 1
+    if comm.rank == 0:
+        known = [(targets[np.concatenate(shards)] < 254).sum() for shards in steps]
+        if case.settings["task"] == "regress":
+            known = [(~np.isnan(targets[np.concatenate(shards)])).sum() for shards in steps]
+        shape = EPOCHS, -1
+        by_epoch = np.average(np.reshape(np.nan_to_num(losses), shape), 1, np.reshape(known, shape))
+        record = hp.history(result.folder)
+        np.testing.assert_allclose(record.epochs["loss"], by_epoch, rtol=1e-12)
+        model = network(SHAPE, CLASSES).eval()
+        model.load_state_dict(expected)
+        with torch.no_grad():
+            of_test = loss(model(as_input(TEST[0])), torch.from_numpy(tested), smoothing=0.0)
+        assert result.figures["test_loss"] == pytest.approx(of_test.item(), rel=1e-12)
 
 
 def nesterov(groups):
