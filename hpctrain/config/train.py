@@ -24,7 +24,15 @@ from hpctrain.config.values import (
     Shares,
 )
 from hpctrain.errors import UsageError
-from hpctrain.tasks.facts import FACTS, USUAL, TaskName, exclusions, other_defaults, task_with
+from hpctrain.tasks.facts import (
+    FACTS,
+    USUAL,
+    TaskName,
+    exclusions,
+    other_defaults,
+    task_that_learns,
+    task_with,
+)
 
 Precision = Literal["default", "fp32", "tf32", "bf16"]
 Layout = Literal["NHWC", "NCHW", "NHW", "NCWH", "NWH", "HWC", "CHW", "HW", "CWH", "WH"]
@@ -67,6 +75,7 @@ class Config(OnRanks):
     elsewhere: ClassVar[dict[str, str]] = ELSEWHERE
     exclude: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("--batch-per-rank", "--batch-size", "give one of them"),
+        ("--labels", "--targets", "give one of them"),
         ("--warmup-epochs", "--schedule one-cycle", "the schedule has a warm-up of its own"),
         ("--label-smoothing", "--loss", "smoothing is part of the cross-entropy loss"),
         ("--class-weights balanced", "--balanced-sampling", "both make up for unequal classes"),
@@ -117,11 +126,15 @@ class Config(OnRanks):
         "[0, 1]",
     )
     augment: str | None = option("your module:function of images (n, C, H, W) and torch.Generator")
-    images: str | None = option(
-        "dataset of images in an HDF5 file, such as x or {split}/x", needs="--labels"
-    )
+    images: str | None = option("dataset of images in an HDF5 file, such as x or {split}/x")
     labels: str | None = option(
-        "dataset of integers (made 0 ... K-1), strings or one-hot", needs="--images"
+        "dataset of integers (made 0 ... K-1), strings or one-hot; to learn several classes, of 0"
+        " and 1 (N, K), or values (N,) or (N, T)",
+        needs="--images",
+    )
+    targets: str | None = option(
+        "datasets of values, or of 0 and 1 of a class each, in place of --labels, as in age,mass",
+        needs="--images",
     )
     layout: Layout | None = option(
         "axes of --images; without N, each file is one image; default: NHWC or NHW, MATLAB NCWH or"
@@ -261,6 +274,14 @@ class Config(OnRanks):
     def check_conflicts(self) -> None:
         """Raise UsageError if options conflict with each other, or with this machine."""
         super().check_conflicts()
+        if self.images is not None and self.labels is None and self.targets is None:
+            raise UsageError("--images needs --labels, or --targets of several datasets")
+        kind = FACTS[self.task].targets
+        if self.targets is not None and kind not in ("classes", "values"):
+            raise UsageError(
+                f"--targets names values, and --task {self.task} learns none: give --task"
+                f" {task_that_learns('values')}, or for classes {task_that_learns('classes')}"
+            )
         _, lr = optimizer_and_rate(self.optimizer, self.lr, self.task)
         if self.scale_lr == "none" and self.min_lr > lr:
             raise UsageError(

@@ -18,14 +18,23 @@ import re
 import unicodedata
 import uuid
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
 from hpctrain.config import Shares
+from hpctrain.data.external_targets import (
+    FILL_VALUES,
+    FileTargets,
+    check_known,
+    dataset_names,
+    read_file_targets,
+)
 from hpctrain.data.file_set import FileSet
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
 from hpctrain.data.orders import block_starts, shuffled
@@ -53,7 +62,7 @@ from hpctrain.data.scale import (
     read_type,
     usual_divisor,
 )
-from hpctrain.data.split import Split, find_unusable, probe_checksum
+from hpctrain.data.split import Split, find_unusable, probe_checksum, probe_rows
 from hpctrain.data.stored import Stored, as_bytes
 from hpctrain.data.strata import (
     ByClass,
@@ -62,8 +71,11 @@ from hpctrain.data.strata import (
     assign_groups,
     check_splits,
     divide_by_shares,
+    label_sets,
+    value_sets,
 )
-from hpctrain.data.targets import Targets
+from hpctrain.data.target_rows import ExternalTargets, TargetColumns, mark_unknown
+from hpctrain.data.targets import HELD_BYTES, Targets
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import brief, counted, listed, printable
 
@@ -72,7 +84,6 @@ USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
 USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
 # Attributes of netCDF
 SCALE_ATTRIBUTES = ("scale_factor", "add_offset", "_Unsigned")
-FILL_VALUES = ("_FillValue", "missing_value")
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20
@@ -82,11 +93,22 @@ class ExternalContent(NamedTuple):
     """The content of an external file, by split; the first is train."""
 
     infos: dict[str, SplitInfo]
-    labels: dict[str, np.ndarray]  # (N,), as stored; empty if they are not read
+    labels: dict[str, np.ndarray]  # (N,), as stored; empty if they are not read; of several
+    # classes, or values, (N, K) as a pack stores them
     layout: str
     scale_attributes: str  # as `describe_scale_attributes` returns them
     sizes: dict[str, int]  # bytes of all files that hold the data, by path
     notes: list[str]
+    columns: tuple[str, ...] = ()  # names of several classes, or of columns of values
+    parts: Mapping[str, tuple[TargetColumns, ...]] = MappingProxyType({})  # where, by split
+
+
+class DrawnBy(NamedTuple):
+    """What of the targets of a split its samples are drawn by, and what becomes of them."""
+
+    strata: Strata
+    targets: np.ndarray  # (N, ...) as they are held
+    stored: ExternalTargets | None  # where they are read, if they are not held
 
 
 def read_external(path: str | os.PathLike[str], options: ExternalOptions) -> Pack:
@@ -105,13 +127,19 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
     Labels are mapped to 0 ... K-1 in ascending order, strings sorted; they name the classes.
     """
     train = next(iter(content.infos))  # its name, which is "" without given splits
-    values = np.unique(content.labels[train])
+    values = np.empty(0, np.int64)
+    if options.kind == "class":
+        values = np.unique(content.labels[train])
+        targets = name_classes(values)
+    else:
+        targets = Targets(options.kind, content.columns)
+        content.notes.extend(check_known(path, targets, content.labels[train]))
     check_alike(path, content, train, values)
     pack = describe_file(
         path,
         content=content,
         train=train,
-        values=values,
+        targets=targets,
         options=options,
     )
     probes = {split: _probe_images(pack, info) for split, info in content.infos.items()}
@@ -121,6 +149,8 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
     identity = [content.layout, divided_by, options.labels]  # describes the content, not the path
     if options.nodata is not None:
         identity.append(str(options.nodata))
+    if options.kind != "class":
+        identity += [options.kind, content.columns]
     outliers = [probe.outlier for probe in probes.values() if probe.outlier is not None]
     if outliers and not any("--nodata=" in note for note in content.notes):
         content.notes.append(outliers[0].note("--nodata="))
@@ -142,12 +172,11 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
             if pack.block_rows:  # splits, too, follow from chunks
                 bounds = info.files.block_bounds(pack.block_rows)
                 identity.append(zlib.crc32(as_bytes(bounds)))
-        classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
-        strata = ByClass(classes, len(values))
-        for name, rows in draw_splits(pack, split, strata, options).items():
+        drawn_by = choose_strata(pack, content, split, values)
+        for name, rows in draw_splits(pack, split, drawn_by.strata, options).items():
             splits[name] = info._replace(
                 samples=len(rows),
-                targets=classes[rows],
+                targets=drawn_by.stored or drawn_by.targets[rows],
                 rows=rows.astype(np.min_scalar_type(info.samples)),
                 probe=probes[split].crc32,
             )
@@ -159,6 +188,28 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
     )
 
 
+def name_classes(values: np.ndarray) -> Targets:
+    """Return the targets of images that have one class each, whose labels are `values` (K,)."""
+    return Targets(
+        "class", tuple(printable(str(value), newlines=False) for value in values.tolist())
+    )
+
+
+def choose_strata(pack: Pack, content: ExternalContent, split: str, values: np.ndarray) -> DrawnBy:
+    """Return what the samples of a split are drawn by; `values` (K,) are the labels of classes."""
+    labels = content.labels[split]
+    kind = pack.targets.kind
+    if kind == "class":
+        classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
+        return DrawnBy(ByClass(classes, len(values)), classes, None)
+    strata = label_sets([labels], labels.shape[1]) if kind == "classes" else value_sets(labels)
+    if labels[:1].nbytes <= HELD_BYTES:
+        return DrawnBy(strata, labels, None)
+    probe = np.ascontiguousarray(labels[probe_rows(len(labels))])
+    stored = ExternalTargets(kind, content.parts[split], zlib.crc32(as_bytes(probe)))
+    return DrawnBy(strata, labels, stored)
+
+
 def check_alike(path: str, content: ExternalContent, train: str, values: np.ndarray) -> None:
     """Raise UsageError for a split with other images than train, or other labels than `values`."""
     images = content.infos[train].images
@@ -167,6 +218,8 @@ def check_alike(path: str, content: ExternalContent, train: str, values: np.ndar
         kind = info.images.shape[1:], np.dtype(info.images.dtype).name
         if kind != train_kind:
             raise UsageError(f"{path}: images of {split} are {kind}, those of train {train_kind}")
+        if content.columns:
+            continue
         others = np.setdiff1d(content.labels[split], values)
         if len(others):
             raise UsageError(f"{path}: class {others[0]} has no image in train")
@@ -176,19 +229,16 @@ def describe_file(
     path: str,
     content: ExternalContent,
     train: str,
-    values: np.ndarray,
+    targets: Targets,
     options: ExternalOptions,
 ) -> Pack:
-    """Return what is known of a file before its splits are drawn, with train alone.
-
-    `values` (K,) are the labels of the classes, in order.
-    """
+    """Return what is known of a file before its splits are drawn, with train alone."""
     images = content.infos[train].images
     sides = [images.shape[axis] for axis in LAYOUTS[content.layout][1:]]
     height, width, channels = [*sides, 1][:3]
     block_rows = choose_block_rows(
         images,
-        classes=len(values),
+        classes=len(targets.names),
         wanted=options.block_rows,
         files=content.infos[train].files,
     )
@@ -209,9 +259,7 @@ def describe_file(
         path=path,
         uuid="",
         image_shape=(height, width, channels),
-        targets=Targets(
-            "class", tuple(printable(str(value), newlines=False) for value in values.tolist())
-        ),
+        targets=targets,
         splits={"train": content.infos[train]},
         sizes=content.sizes,
         provenance=provenance,
@@ -223,7 +271,7 @@ def describe_file(
             nodata=options.nodata,
         ),
         block_rows=block_rows,
-        external=options._replace(layout=layout, block_rows=block_rows)._asdict(),
+        external=options._replace(layout=layout, block_rows=block_rows).as_json(),
     )
 
 
@@ -250,7 +298,11 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
         )
         stored = locate_dataset(images, content.sizes)
         content.labels[split] = np.empty(0, np.int64)
-        if options.labels:
+        if options.kind != "class":
+            names = dataset_names(options.labels, name)
+            read = read_file_targets(file, names, len(images), options.kind, content.sizes)
+            content = add_targets(content, split, read)
+        elif options.labels:
             labels = find_dataset(file, options.labels.replace("{split}", name))
             refuse_other_axis(images, labels)
             content.labels[split] = number_names(
@@ -264,6 +316,20 @@ def read_content(file: h5py.File, options: ExternalOptions) -> ExternalContent:
         )
         content.notes.extend(describe_attributes(images, options.nodata))
     return content
+
+
+def add_targets(content: ExternalContent, split: str, read: FileTargets) -> ExternalContent:
+    """Return the content with the targets of a split. Raises Unusable if train has others."""
+    names = tuple(printable(name, newlines=False) for name in read.names)
+    if content.columns and len(content.columns) != len(names):
+        raise Unusable(
+            f"the targets of {split} are of {len(names)} columns, and those of train of"
+            f" {len(content.columns)}"
+        )
+    content.labels[split] = read.targets
+    content.notes.extend(read.notes)
+    parts = {**content.parts, split: read.parts}
+    return content._replace(columns=content.columns or names, parts=parts)
 
 
 def describe_scale_attributes(images: h5py.Dataset) -> str:
@@ -426,7 +492,7 @@ def read_all_labels(
             row = int(hot.argmin())
             raise Unusable(
                 f"{name} are not one-hot: row {row} is {brief(values[row].tolist())}, not a single"
-                " 1; write the class of each image, (N,)"
+                f" 1; {ask_for_task(values)}"
             )
         values = values.argmax(axis=1)
     values = one_each(values, name, samples)
@@ -437,8 +503,19 @@ def read_all_labels(
     whole = (labels == values) & (values.dtype.kind != "f" or np.abs(values) < 2**53)
     if not whole.all():
         row = int(whole.argmin())
-        raise Unusable(f"{name} are not whole numbers of 64 bits: row {row} is {values[row]:g}")
+        question = f"; {ask_for_task(values)}" if values.dtype.kind == "f" else ""
+        raise Unusable(
+            f"{name} are not whole numbers of 64 bits: row {row} is {values[row]:g}{question}"
+        )
     return labels
+
+
+def ask_for_task(values: np.ndarray) -> str:
+    """Return which task learns what labels (N,) or (N, K) may be, if they name no classes."""
+    advice = "if these are values, give --task regress; for a class of each image, write it, (N,)"
+    if values.ndim == 2 and np.isin(values[~mark_unknown("classes", values, ())], (0, 1)).all():
+        return f"if an image has any number of these classes, give --task multilabel; {advice}"
+    return advice
 
 
 def refuse_other_axis(images: h5py.Dataset, labels: h5py.Dataset) -> None:

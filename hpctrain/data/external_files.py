@@ -32,11 +32,21 @@ from hpctrain.data.external import (
     read_external,
     refuse_other_axis,
 )
-from hpctrain.data.file_set import absolute_pattern, is_pattern, split_pattern
+from hpctrain.data.external_targets import (
+    FileTargets,
+    columns_of_set,
+    dataset_names,
+    join_columns,
+    read_file_targets,
+    stored_format,
+)
+from hpctrain.data.file_set import FileSet, absolute_pattern, is_pattern, split_pattern
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset, open_hdf5
 from hpctrain.data.pack import ONE_SAMPLE, ExternalOptions, Pack, SplitInfo
 from hpctrain.data.split import probe_rows
 from hpctrain.data.stored import File, Stored, as_bytes
+from hpctrain.data.target_rows import TargetColumns
+from hpctrain.data.targets import Targets
 from hpctrain.errors import UsageError
 from hpctrain.text import counted
 
@@ -75,7 +85,7 @@ def read_set(pattern: str, options: ExternalOptions, cache_dir: str) -> External
             " drawn: name datasets that each file has, and give --split"
         )
     folder, _ = split_pattern(pattern)
-    key = (options.images, options.labels, options.layout, str(options.nodata))
+    key = (options.images, options.labels, options.layout, str(options.nodata), options.kind)
     read = partial(read_file_of_set, options=options)
     index, note = file_index.index_files(pattern, key, cache_dir, read)
     content = join_files(pattern, index, folder, options)
@@ -89,7 +99,7 @@ def open_rows(paths: Sequence[str], options: ExternalOptions) -> Pack:
 
     Labels are not read. Raises UsageError.
     """
-    options = options._replace(labels="")
+    options = options._replace(labels="", kind="class")
     path = os.path.abspath(paths[0])
     if len(paths) == 1 and options.layout not in ONE_SAMPLE:
         with open_hdf5(path) as file:
@@ -105,7 +115,7 @@ def open_rows(paths: Sequence[str], options: ExternalOptions) -> Pack:
         path,
         content=content,
         train="",
-        values=np.empty(0, np.int64),
+        targets=Targets("class", ()),
         options=options._replace(nodata=None),  # any type may hold rows without missing data
     )
 
@@ -117,8 +127,10 @@ def join_files(
 
     `path` stands for all of them in messages.
     """
+    labels = index.labels
     try:
-        labels = number_names(index.labels, f"the labels {options.labels}")
+        if options.kind == "class":
+            labels = number_names(labels, f"the labels {options.labels}")
     except Unusable as error:
         raise UsageError(f"{path}: {error}") from None
     files = index.file_set(folder, is_sample=options.layout in ONE_SAMPLE)
@@ -147,6 +159,22 @@ def join_files(
         scale_attributes=index.format.scale_attributes,
         sizes={},
         notes=notes,
+        columns=index.format.columns,
+        parts={"": locate_in_files(path, index, files)},
+    )
+
+
+def locate_in_files(
+    path: str, index: file_index.Index, files: FileSet
+) -> tuple[TargetColumns, ...]:
+    """Return where the files of an index hold targets of several classes, or values."""
+    places = index.target_places  # (F, D, 2)
+    parts = columns_of_set(path, index.format.targets, int(files.starts[-1]))
+    return tuple(
+        part._replace(
+            files=files._replace(offsets=places[:, number, 0], chunk_rows=places[:, number, 1])
+        )
+        for number, part in enumerate(parts)
     )
 
 
@@ -164,7 +192,14 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
         texts = np.empty(0, np.int64)
         label_type = ""
         names = [images.name]
-        if options.labels:
+        targets = FileTargets((), np.empty((rows, 0)), (), [])
+        if options.kind != "class":
+            datasets = dataset_names(options.labels, "")
+            names += datasets
+            targets = read_file_targets(file, datasets, rows, options.kind, sizes)
+            texts = targets.targets
+            label_type = join_columns(targets.parts)
+        elif options.labels:
             labels = find_dataset(file, options.labels)
             names.append(labels.name)
             if not is_sample:
@@ -180,8 +215,11 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
             )
         notes = describe_attributes(images, options.nodata) if len(images.attrs) else []
         crc32 = probe_file(images, stored, path)
-        for text in texts.tolist():
-            crc32 = zlib.crc32(f"{text}\n".encode(), crc32)
+        if options.kind != "class":
+            crc32 = zlib.crc32(as_bytes(texts), crc32)
+        else:
+            for text in texts.tolist():
+                crc32 = zlib.crc32(f"{text}\n".encode(), crc32)
         return file_index.FileContent(
             format=file_index.FileFormat(
                 dataset=stored.dataset,
@@ -190,13 +228,18 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
                 shape=stored.shape[1:],
                 scale_attributes=describe_scale_attributes(images) if len(images.attrs) else "",
                 labels=label_type,
+                columns=targets.names,
+                targets=tuple(map(stored_format, targets.parts)),
             ),
             rows=rows,
             offset=stored.offset,
             chunk_rows=min(stored.chunk_rows, rows) if rows > 1 else 0,
             crc32=crc32,
-            notes=NOTE_END.join(notes),
+            notes=NOTE_END.join([*notes, *targets.notes]),
             labels=texts,
+            target_places=tuple(
+                (part.stored.offset, part.stored.chunk_rows) for part in targets.parts
+            ),
         )
 
 

@@ -30,7 +30,7 @@ from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.text import counted
 from hpctrain.watchdog import doing
 
-VERSION = 2  # part of the name of an index
+VERSION = 3  # part of the name of an index
 THREADS = 16  # that ask for the sizes of files: each request may take a network file system 1 ms
 FILES_AT_A_TIME = 64
 SETTLED = 2_000_000_000  # ns after which another change has another time
@@ -48,7 +48,9 @@ class FileFormat(NamedTuple):
     scale_attributes: (
         str  # attributes by which stored values become physical ones, which are not applied
     )
-    labels: str  # "integers", "strings" or "one-hot of K"; "" = labels are not read
+    labels: str  # "integers", "strings", "one-hot of K" or the columns of targets; "" = not read
+    columns: tuple[str, ...] = ()  # names of several classes, or of columns of values
+    targets: tuple[Any, ...] = ()  # `stored_format` of their datasets, D
 
     def __str__(self) -> str:
         text = f"images of {self.dtype} {self.shape} in {self.layout}"
@@ -68,7 +70,9 @@ class FileContent(NamedTuple):
     chunk_rows: int  # rows of a chunk; 0 = no chunks that hold several
     crc32: int  # of a probe of the images and of all labels
     notes: str  # for the user, on attributes that are not applied
-    labels: np.ndarray  # (rows,) int64, or strings; empty if they are not read
+    labels: np.ndarray  # (rows,) int64, or strings; empty if they are not read; targets (rows, K)
+    target_places: tuple[tuple[int, int], ...] = ()  # offset and rows of a chunk, like the images',
+    # of D datasets of targets
 
 
 class MatchingFiles(NamedTuple):
@@ -94,7 +98,8 @@ class Index(NamedTuple):
     chunk_rows: np.ndarray  # (F,) int64
     crc32: np.ndarray  # (F,) uint32
     notes: np.ndarray  # (F,) strings
-    labels: np.ndarray  # (N,) int64, or strings
+    labels: np.ndarray  # (N,) int64, or strings; or targets (N, K)
+    target_places: np.ndarray  # (F, D, 2) int64
 
     def file_set(self, folder: str, is_sample: bool) -> FileSet:
         """Return what ranks need to read the files."""
@@ -124,9 +129,10 @@ class Index(NamedTuple):
                 crc32=crc32,
                 notes=notes,
                 labels=self.labels[first : first + rows],
+                target_places=as_tuples(places),
             )
-            for (first, rows, offset, chunk_rows, crc32), notes in zip(
-                numbers, self.notes.tolist(), strict=True
+            for (first, rows, offset, chunk_rows, crc32), notes, places in zip(
+                numbers, self.notes.tolist(), self.target_places.tolist(), strict=True
             )
         ]
 
@@ -294,6 +300,9 @@ def join_contents(matching: MatchingFiles, contents: Sequence[FileContent]) -> I
         crc32=np.array([content.crc32 for content in contents], np.uint32),
         notes=np.array([content.notes for content in contents]),
         labels=np.concatenate([content.labels for content in contents]),
+        target_places=np.array([content.target_places for content in contents], np.int64).reshape(
+            len(contents), -1, 2
+        ),
     )
 
 
@@ -305,15 +314,32 @@ def read_index(path: Path) -> Index | None:
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
     facts = FileFormat(*json.loads(str(columns.pop("format"))))
-    if columns["labels"].dtype.kind != "U":
+    if is_numbered(columns["labels"]):
         columns["labels"] = columns["labels"].astype(np.int64)
-    return Index(format=facts._replace(shape=tuple(facts.shape)), **columns)
+    facts = facts._replace(
+        shape=as_tuples(facts.shape),
+        columns=as_tuples(facts.columns),
+        targets=as_tuples(facts.targets),
+    )
+    return Index(format=facts, **columns)
+
+
+def is_numbered(labels: np.ndarray) -> bool:
+    """Whether labels are integers, (N,), and no strings or targets (N, K)."""
+    return labels.ndim == 1 and labels.dtype.kind != "U"
+
+
+def as_tuples(value: Any) -> Any:
+    """Return lists, also those in lists, as tuples."""
+    if isinstance(value, list | tuple):
+        return tuple(map(as_tuples, value))
+    return value
 
 
 def write_index(path: Path, index: Index) -> None:
     """Write an index atomically. Raises OSError."""
     labels = index.labels
-    if labels.dtype.kind != "U":
+    if is_numbered(labels):
         ends = (labels.min(), labels.max())
         labels = labels.astype(np.result_type(*map(np.min_scalar_type, ends)))
     columns = index._replace(labels=labels)._asdict() | {

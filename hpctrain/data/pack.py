@@ -44,7 +44,7 @@ from hpctrain.data.file_set import is_pattern
 from hpctrain.data.scale import BYTES, FULL, Scale, read_type, usual_maximum
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.data.stored import Stored
-from hpctrain.data.targets import Targets
+from hpctrain.data.targets import TargetKind, Targets
 from hpctrain.errors import UsageError
 from hpctrain.text import counted, listed, listed_names
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import h5py
 
     from hpctrain.data.file_set import FileSet
+    from hpctrain.data.target_rows import ExternalTargets
 
 FORMAT = "hpctrain-pack"
 VERSION = 4
@@ -83,7 +84,8 @@ class SplitInfo(NamedTuple):
     path: str  # the file with all these arrays
     samples: int
     images: Stored  # pixels, or the bytes of JPEG files
-    targets: Stored | np.ndarray  # (N, ...), as `Pack.targets` says; an array: of an external file
+    targets: Stored | np.ndarray | ExternalTargets  # (N, ...), as `Pack.targets` says; an array, or
+    # where they are stored if they are long: of an external file
     crc32: Stored | None = None
     offsets: Stored | None = None  # in a pack of JPEG files
     names: Stored | None = None  # bytes
@@ -117,6 +119,14 @@ class ExternalOptions(NamedTuple):
     max_value: float | None = None  # images are divided by it; None = as `Scale` says
     group: str | None = None  # "file": all samples of a file are in one split
     nodata: float | None = None  # stored value, possibly NaN, that is no data
+    kind: TargetKind = "class"  # of targets; others may name several datasets, separated by commas
+
+    def as_json(self) -> dict[str, Any]:
+        """Return them as they are saved, without the kind of targets where an image has a class."""
+        saved = self._asdict()
+        if self.kind == "class":
+            del saved["kind"]
+        return saved
 
 
 @dataclass(frozen=True)
@@ -382,10 +392,10 @@ def images_note(pack: Pack) -> str | None:
     where = images.dataset
     if files is not None:
         where += f" of {counted(len(files.names), 'file')}"
-    note = (
-        f"{where} is read as {images.shape[0]:,} images of {shape} ({pack.layout}), of"
-        f" {len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
-    )
+    targets = f"{len(pack.classes):,} classes: labels {listed(pack.classes, 5)}"
+    if pack.targets.kind != "class":
+        targets = f"{pack.targets.summary}: {listed(pack.targets.names, 5)}"
+    note = f"{where} is read as {images.shape[0]:,} images of {shape} ({pack.layout}), of {targets}"
     if channels > min(height, width):
         note += f"; if {channels} is not the number of channels, give another --layout"
     is_usual = scale.dtype == "uint8" or scale.is_full

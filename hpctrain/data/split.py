@@ -28,6 +28,7 @@ from hpctrain.data.pack import LAYOUTS, Pack, checksum
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import WIDE, divide, is_nodata, unit_values
 from hpctrain.data.stored import File, OffsetRows, RowReader, Stored, as_bytes
+from hpctrain.data.target_rows import ExternalTargets, TargetRows
 from hpctrain.data.targets import HELD_BYTES
 from hpctrain.errors import RunError, UsageError
 
@@ -106,6 +107,7 @@ class Split:
         else:
             self._file = File(files.path(0), int(files.sizes[0]))
         self._images: RowReader = OffsetRows(self._file, info.images)
+        self._targets: TargetRows | None = None  # of an external file, if they are not held
         try:
             if files is not None:
                 self._images = FileSetRows(files, info.images)
@@ -115,6 +117,8 @@ class Split:
                 from hpctrain.data.hdf5 import Hdf5Rows  # imports h5py
 
                 self._images = Hdf5Rows(info.path, info.images, pack.sizes)
+            if isinstance(info.targets, ExternalTargets):
+                self._targets = TargetRows(info.targets, pack.sizes)
             self._check_identity()
         except BaseException:
             self.close()
@@ -176,9 +180,7 @@ class Split:
 
     def _gather_rows(self, indices: np.ndarray, out: np.ndarray) -> Bad:
         """Implement `gather` for pixels; return the samples that cannot be used."""
-        rows = indices
-        if self.info.rows is not None:
-            rows = self.info.rows[indices].astype(np.int64)
+        rows = self._rows_of(indices)
         is_any_new = not self._seen[indices].all()
         if self._is_read_ahead and is_any_new:
             self._images.read_ahead(rows)
@@ -189,6 +191,17 @@ class Split:
                 unusable[int(indices[place])] = why
             self._seen[[*unusable]] = False  # they are described whenever they are read
         return unusable
+
+    def _rows_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return where these samples (n,) are in the stored images, (n,) int64."""
+        if self.info.rows is None:
+            return indices
+        return self.info.rows[indices].astype(np.int64)
+
+    def _read_target_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return the targets of rows (n,) of an external file, (n, K). Raises RunError."""
+        assert self._targets is not None
+        return self._targets.read(rows)
 
     @cached_property
     def targets(self) -> np.ndarray:
@@ -276,6 +289,8 @@ class Split:
         stored = getattr(self.info, name)
         if isinstance(stored, np.ndarray):
             return stored[indices]
+        if isinstance(stored, ExternalTargets):
+            return self._read_target_rows(self._rows_of(indices))
         samples, arrays = self._held
         if name in arrays:
             places = indices - samples.start
@@ -331,6 +346,8 @@ class Split:
         """Close the files and end the threads."""
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
+        if self._targets:
+            self._targets.close()
         self._images.close()
         self._file.close()
 
@@ -359,8 +376,11 @@ class Split:
             self._file.read(memoryview(uuid), identity.offset)
             is_same = uuid == self.pack.uuid.encode()
         elif self.info.probe is not None:
-            _, images = self.read_probe()
+            rows, images = self.read_probe()
             is_same = probe_checksum(images, self.divisor) == self.info.probe
+            if isinstance(self.info.targets, ExternalTargets):
+                targets = self._read_target_rows(rows)
+                is_same &= zlib.crc32(as_bytes(targets)) == self.info.targets.probe
         if not is_same:
             raise UsageError(
                 f"{self.info.path} was replaced or overwritten since it was checked"
@@ -517,8 +537,10 @@ def describe_first(all_bad: Iterable[Bad]) -> str | None:
     return sentence
 
 
-def held_bytes(column: Stored | np.ndarray) -> int:
+def held_bytes(column: Stored | np.ndarray | ExternalTargets) -> int:
     """Return the bytes that a rank keeps of one sample in a column, such as its targets."""
+    if isinstance(column, ExternalTargets):
+        return 0
     size = math.prod(column.shape[1:]) * np.dtype(column.dtype).itemsize
     return size if isinstance(column, np.ndarray) or size <= HELD_BYTES else 0
 

@@ -183,7 +183,7 @@ def divide_rows(
 
     `room` (S,) is what the splits lack of all samples, of which they should have `all_rows` (S,).
     If the class is `present` (S,) so often, each split that has room gets one of it first, the
-    largest split before all others.
+    largest split before all others. No split gets more than it has room for, rounded up.
     """
     if not count:
         return np.zeros(len(room), np.int64)
@@ -197,8 +197,22 @@ def divide_rows(
     behind = room - parts - shares * (room.sum() - count)
     behind[wanted == 0] = -np.inf
     parts[np.argsort(-behind, kind="stable")[:rest]] += 1
-    if present is None:
-        return parts
+    if present is not None:
+        spread_class(parts, present, room, shares)
+    limit = np.ceil(np.maximum(room, 0) - 1e-9).astype(np.int64)
+    excess = int(np.maximum(parts - limit, 0).sum())
+    parts = np.minimum(parts, limit)
+    for split in np.argsort(parts - limit, kind="stable").tolist():
+        moved = min(excess, int(limit[split] - parts[split]))
+        parts[split] += moved
+        excess -= moved
+    return parts
+
+
+def spread_class(
+    parts: np.ndarray, present: np.ndarray, room: np.ndarray, shares: np.ndarray
+) -> None:
+    """Change `parts` (S,) of a class so that each split that has room gets one of it."""
     for split in np.argsort(-shares, kind="stable").tolist():
         totals = present + parts
         is_largest = shares[split] > np.delete(shares, split).max(initial=0)
@@ -206,7 +220,6 @@ def divide_rows(
         if totals[split] < 0.5 and shares[split] and room[split] >= 1 and is_free.any():
             parts[np.where(is_free, totals, -1).argmax()] -= 1
             parts[split] += 1
-    return parts
 
 
 def label_sets(pieces: Iterable[np.ndarray], classes: int) -> LabelSets:

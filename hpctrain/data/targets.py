@@ -25,6 +25,12 @@ STORED = {"class": "<i4", "classes": "|u1", "values": "<f4"}  # types by kind
 READ = {"class": np.int64, "classes": np.uint8, "values": np.float32}  # what `Split` returns
 
 
+def target_kind(name: str) -> TargetKind:
+    """Return a kind of targets, by default that of one class an image."""
+    kinds: dict[str, TargetKind] = {"classes": "classes", "values": "values"}
+    return kinds.get(name, "class")
+
+
 class Targets(NamedTuple):
     """The kind of the targets of a pack, and the names of their classes or columns."""
 

@@ -20,6 +20,7 @@ from hpctrain.data.file_set import describe_changes
 from hpctrain.data.orders import BalancedOrder, Order, make_order
 from hpctrain.data.pack import ExternalOptions, Pack, SplitInfo, read_pack
 from hpctrain.data.split import Split, held_bytes
+from hpctrain.data.targets import target_kind
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import require_split
 from hpctrain.memory import keep_memory
@@ -29,7 +30,7 @@ from hpctrain.parallel.hosts import JobCores, core_notes, share_cores
 from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, on_all, on_root
 from hpctrain.plan import Plan, cpu_threads
 from hpctrain.report.settings import UnreadableFile, read_files_of
-from hpctrain.tasks.facts import KINDS
+from hpctrain.tasks.facts import FACTS, KINDS
 from hpctrain.tasks.task import task_class
 from hpctrain.text import counted, listed, listed_names
 from hpctrain.training.probe import FIRST_ROWS
@@ -102,14 +103,15 @@ def find_pack(config: Config, begun: Plan | None) -> Pack:
     The splits of a run that was `begun` stay as they are.
     """
     path = find_pack_path(config.data, config.cache_dir)
-    if config.images is not None and config.labels is not None:
+    labels = config.targets or config.labels
+    if config.images is not None and labels is not None:
         from hpctrain.data.external_files import open_external  # imports h5py
 
         return open_external(
             path,
             ExternalOptions(
                 images=config.images,
-                labels=config.labels,
+                labels=labels,
                 layout=config.layout,
                 split=config.table()["split"],
                 seed=choose_split_seed(config, begun),
@@ -117,6 +119,7 @@ def find_pack(config: Config, begun: Plan | None) -> Pack:
                 max_value=config.max_value,
                 group=config.group,
                 nodata=None if config.nodata is None else float(config.nodata),
+                kind=target_kind(FACTS[config.task].targets),
             ),
             config.cache_dir,
         )
