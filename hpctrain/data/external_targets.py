@@ -101,7 +101,6 @@ def locate_columns(
     data: h5py.Dataset, samples: int, kind: TargetKind, sizes: dict[str, int]
 ) -> TargetColumns:
     """Return where a dataset of targets is stored. Raises Unusable if its shape does not fit."""
-    stored = locate_dataset(data, sizes)
     shape = data.shape
     if samples == 1 and shape[:1] != (1,):  # a file that is one image
         shape = (1, *shape)
@@ -119,6 +118,7 @@ def locate_columns(
             f"the targets {data.name} of {samples:,} images are {size / 2**30:.1f} GiB, and splits"
             f" are drawn by at most {MOST_BYTES / 2**30:.0f} GiB: name fewer columns"
         )
+    stored = locate_dataset(data, sizes)
     if not is_plain(data):
         stored = stored._replace(offset=0)
     fills = list[float]()
