@@ -18,6 +18,7 @@ from hpctrain.config.values import (
     Every,
     Factors,
     Loads,
+    Names,
     NoData,
     Patterns,
     Seconds,
@@ -132,7 +133,7 @@ class Config(OnRanks):
         " and 1 (N, K), or values (N,) or (N, T)",
         needs="--images",
     )
-    targets: str | None = option(
+    targets: Names | None = option(
         "datasets of values, or of 0 and 1 of a class each, in place of --labels, as in age,mass",
         needs="--images",
     )

@@ -30,6 +30,7 @@ import numpy as np
 from hpctrain.config import Shares
 from hpctrain.data.external_targets import (
     FILL_VALUES,
+    SCALE_ATTRIBUTES,
     FileTargets,
     check_known,
     dataset_names,
@@ -82,8 +83,6 @@ from hpctrain.text import brief, counted, listed, printable
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
 USUAL = {3: "NHW", 4: "NHWC"}  # layouts by the number of dimensions
 USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
-# Attributes of netCDF
-SCALE_ATTRIBUTES = ("scale_factor", "add_offset", "_Unsigned")
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20

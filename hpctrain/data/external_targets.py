@@ -32,7 +32,9 @@ from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import task_that_learns
 from hpctrain.text import listed
 
-FILL_VALUES = ("_FillValue", "missing_value")  # attributes of netCDF
+# Attributes of netCDF
+SCALE_ATTRIBUTES = ("scale_factor", "add_offset", "_Unsigned")
+FILL_VALUES = ("_FillValue", "missing_value")
 PIECE = 8 << 20  # bytes of targets that are read at a time
 MOST_BYTES = 8 << 30  # of all targets, which rank 0 holds while it draws splits
 ROUNDED = 1e-3  # of the standard deviation: rounding to float32 by more is said
@@ -72,6 +74,9 @@ def read_file_targets(
         part = locate_columns(data, samples, kind, sizes)
         values, said = read_columns(data, part, kind)
         notes += said
+        unapplied = [attribute for attribute in SCALE_ATTRIBUTES if attribute in data.attrs]
+        if unapplied:
+            notes.append(f"not applied to {data.name}: {listed(unapplied)}")
         parts.append(part)
         columns.append(values)
         count = values.shape[1]

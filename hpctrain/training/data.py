@@ -103,7 +103,9 @@ def find_pack(config: Config, begun: Plan | None) -> Pack:
     The splits of a run that was `begun` stay as they are.
     """
     path = find_pack_path(config.data, config.cache_dir)
-    labels = config.targets or config.labels
+    labels = config.labels
+    if config.targets is not None:
+        labels = ",".join(config.targets)
     if config.images is not None and labels is not None:
         from hpctrain.data.external_files import open_external  # imports h5py
 

@@ -185,7 +185,10 @@ def prepare(name, settings):
             for split in ("train", "test") if "{split}" in settings.images else ("",):
                 images, labels = draw_images(np.random.default_rng(0), 60, shape, 3)
                 file[settings.images.format(split=split)] = images
-                file[settings.labels.format(split=split)] = labels
+                if settings.task == "multilabel":
+                    labels = np.stack([labels % 2, labels % 3 == 0], axis=1)
+                for number, target in enumerate(settings.targets or [settings.labels]):
+                    file[target.format(split=split)] = labels + number
     elif data and not Path(data).exists():
         make_pack(Path(data), ROWS, shape, 3)
     init = getattr(settings, "init", None) or ""
@@ -196,6 +199,8 @@ def prepare(name, settings):
         shutil.rmtree(f"runs/{settings.run}", ignore_errors=True)
         return
     named = [getattr(settings, field, None) for field in ("run", "first", "second")]
+    if name == "pack":
+        return
     for run_name in filter(None, [*named, *getattr(settings, "targets", ()), init]):
         if "." not in run_name and not Path("runs", run_name).exists():
             line = "--data photos.h5 --model page_net:resnet --epochs 1 --run"
