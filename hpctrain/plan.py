@@ -22,7 +22,7 @@ from hpctrain.text import brief, counted, listed, min_to_max
 
 #: Mean and std by channel; () = images in [0, 1]; "image" = each channel of each image by itself.
 Scaling = tuple[tuple[float, ...], ...] | str
-#: Mean and std by column of values, by which the network's targets are scaled.
+#: Mean and std by column of values, by which targets are scaled (--target-scale) and errors told.
 TargetScaling = tuple[tuple[float, ...], tuple[float, ...]]
 #: Smallest and largest stored values of the channels, (C,) each.
 Ranges = tuple[tuple[float, ...], ...]
@@ -71,7 +71,7 @@ class Facts:
     scaling: Scaling = ()
     split_seed: int | None = None  # of the splits of an external file; None = those of a pack
     stored_range: Ranges | None = None  # of all training images; None = not measured
-    target_scaling: TargetScaling | None = None  # None = values are not scaled, or there are none
+    target_scaling: TargetScaling | None = None  # of --task regress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ from hpctrain.text import say
 
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
 OF_NETWORK = ("hpctrain", "model", "task", "image_shape", "classes", "run", "step")
-OF_VALUES = ("columns", "target_scaling")
+OF_VALUES = ("columns", "target_scaling", "target_scale")
 KEPT = (*OF_NETWORK, "mean", "std", "normalization", "scale")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch

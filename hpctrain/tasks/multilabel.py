@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -17,7 +17,8 @@ from hpctrain.data.targets import UNKNOWN
 from hpctrain.errors import UsageError
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.entries import EntriesTask
-from hpctrain.tasks.tally import Block, two_sums
+from hpctrain.tasks.scores import Scores
+from hpctrain.tasks.tally import Block, Tally, two_sums
 from hpctrain.tasks.task import Caption
 from hpctrain.text import brief, counted, listed
 
@@ -67,6 +68,8 @@ class Multilabel(EntriesTask):
         if weights is None:
             return ()
         setting = f"--class-weights {brief(weights)}"
+        if settings["loss"]:
+            raise UsageError(f"{setting} is for the built-in loss: weigh classes in --loss")
         if not weights:  # balanced
             if empty := [names[k] for k in np.flatnonzero(present == 0)]:
                 raise UsageError(
@@ -106,10 +109,14 @@ class Multilabel(EntriesTask):
         """Return the sums of the loss without label smoothing, weighted and not."""
         count = self.weights(targets).sum()
         sums = {"loss": two_sums(super().loss_sum(outputs, targets), count)}
-        if self.class_weights is None:
+        if self.class_weights is None or self.loss:
             return sums
-        unweighted = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-        return {**sums, "unweighted_loss": two_sums(unweighted.nansum(), count)}
+        unweighted = replace(self, class_weights=None).known_losses(outputs, targets)
+        return {**sums, "unweighted_loss": two_sums(unweighted.sum(), count)}
+
+    def tallies(self, mistakes: int = 0) -> list[Tally]:
+        thresholds = [math.log(p / (1 - p)) for p in self.thresholds]
+        return [*super().tallies(), Scores(self.names, thresholds)]
 
     # Answering
 

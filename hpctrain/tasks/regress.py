@@ -23,7 +23,8 @@ from hpctrain.errors import UsageError
 from hpctrain.plan import TargetScaling
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.entries import EntriesTask
-from hpctrain.tasks.tally import Block
+from hpctrain.tasks.residuals import Residuals
+from hpctrain.tasks.tally import Block, Tally
 from hpctrain.tasks.task import Caption
 from hpctrain.text import counted
 
@@ -45,8 +46,8 @@ class Restore(nn.Module):
 class Regress(EntriesTask):
     """Measure images: targets are standardized values (n, T), NaN where unknown, and so outputs."""
 
-    mean: Tensor | None = None  # (T,) float64; None = values are not scaled
-    std: Tensor | None = None
+    scaling: TargetScaling = ((), ())
+    restore: Restore | None = None  # None = values are not scaled
 
     output: ClassVar[str] = "values"
 
@@ -54,11 +55,11 @@ class Regress(EntriesTask):
     def from_settings(
         cls, settings: Mapping[str, Any], names: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
-        scaling = settings.get("target_scaling")
-        mean, std = (like.new_tensor(v, dtype=torch.float64) for v in scaling or ((), ()))
-        if not scaling:
-            return cls(names=tuple(names), **fields)
-        return cls(names=tuple(names), mean=mean, std=std, **fields)
+        scaling = settings["target_scaling"]
+        restore = None
+        if settings["target_scale"] == "std":
+            restore = Restore(*(like.new_tensor(v, dtype=torch.float64) for v in scaling))
+        return cls(names=tuple(names), scaling=scaling, restore=restore, **fields)
 
     @classmethod
     def find_scaling(cls, settings: Mapping[str, Any], train: Split) -> TargetScaling | None:
@@ -82,14 +83,14 @@ class Regress(EntriesTask):
                     f"{path}: {name} is {low:g} in all {images} that have it, without deviation:"
                     " leave it out"
                 )
-        return statistics.mean_and_std() if settings["target_scale"] == "std" else None
+        return statistics.mean_and_std()
 
     # Learning
 
     def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the inputs, and standardized targets (n, T) in their dtype, NaN where unknown."""
-        if self.mean is not None and self.std is not None:
-            targets = (targets.double() - self.mean) / self.std
+        if self.restore:
+            targets = (targets.double() - self.restore.mean) / self.restore.std
         return inputs, targets.to(inputs.dtype)
 
     def entry_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -98,18 +99,23 @@ class Regress(EntriesTask):
     # In the units of the data
 
     def exported(self) -> nn.Module | None:
-        if self.mean is None or self.std is None:
-            return None
-        return Restore(self.mean, self.std)
+        return self.restore
 
     def restored(self, values: Tensor) -> Tensor:
         """Return values (n, T) in the units of the data."""
-        restore = self.exported()
-        restored: Tensor = restore(values) if restore else values
+        if self.restore is None:
+            return values
+        restored: Tensor = self.restore(values)
         return restored
 
     def in_units(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return self.restored(outputs), self.restored(targets)
+
+    # Evaluating
+
+    def tallies(self, mistakes: int = 0) -> list[Tally]:
+        _, deviations = self.scaling
+        return [*super().tallies(), Residuals(self.names, deviations, self.restored)]
 
     # Answering
 

@@ -75,6 +75,7 @@ def network_metadata(run: Run) -> dict[str, Any]:
     if columns := run.pack.targets.columns:
         values["columns"] = columns
         values["target_scaling"] = run.plan.target_scaling
+        values["target_scale"] = run.config.target_scale
     scale = run.pack.scale
     if run.plan.stored_range is not None:
         scale = scale.with_ranges(*run.plan.stored_range)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 
 import hpctrain as hp
 from tests.support.api import task_class
@@ -89,6 +90,7 @@ def test_an_evaluation_gives_the_figures_of_the_task(batch):
     for tally in task.tallies():
         measured = tally.measure(batch.outputs, batch.inputs, batch.targets)
         tally.add(batch.block, {name: value.numpy() for name, value in measured.items()})
+        tally.merge([tally.part()], MPI.COMM_SELF)
         figures |= tally.figures()
     given = {name for name, value in figures.items() if value is not None}
     assert {*task.facts.figures} <= given <= {*task.facts.figures, *task.facts.more}
