@@ -22,6 +22,7 @@ BY_OPTION = {
     " save_period save_steps save_strategy",
     "--validate-every": "check_val_every_n_epoch eval_freq eval_interval eval_steps eval_strategy"
     " evaluation_strategy val_check_interval val_freq val_interval validate_interval",
+    "--best-by": "monitor metric_for_best_model eval_metric best_metric selection_metric",
     "--final best": "best save_best load_best_model_at_end restore_best_weights output_best",
     "--final last": "output_last",
     "--patience": "early_stop early_stopping early_stopping_patience patience_epochs",

@@ -29,6 +29,7 @@ from hpctrain.tasks.facts import (
     FACTS,
     USUAL,
     TaskName,
+    best_by,
     exclusions,
     other_defaults,
     task_that_learns,
@@ -250,13 +251,17 @@ class Config(OnRanks):
         "interval, such as 2epochs or 500steps; 0 = only at the end", Every("1epoch"), check_no_time
     )
     metric: str | None = option("your metric, module:function of outputs and targets")
+    best_by: str | None = option(
+        "figure of validations that chooses the best network and ranks runs, one of --metric with"
+        f" its direction, NAME:max or NAME:min; default: {USUAL.chooses}"
+    )
     patience: int | None = option(
-        "stop after so many validations without a smaller loss; 0 = never; default: 0,"
+        "stop after so many validations without a better one (--best-by); 0 = never; default: 0,"
         f" {other_defaults('patience')}",
         check="[0, inf)",
     )
     final: Literal["last", "best", "ema"] = option(
-        "network to test and save: last, smallest validation loss (best), or --ema's", "last"
+        "network to test and save: last, that of the best validation (best), or --ema's", "last"
     )
     checkpoint_every: Every = option(
         "interval, such as 10m, 2epochs or 500steps; 0 = only at the end", Every("10m")
@@ -288,6 +293,9 @@ class Config(OnRanks):
             raise UsageError(
                 f"--min-lr {self.min_lr} is above --lr {lr}, where the schedule begins"
             )
+        figure = best_by(self.best_by, self.task).figure
+        if self.metric is None and figure not in FACTS[self.task].directions:
+            raise UsageError(f"--best-by {self.best_by}: {figure} needs the --metric that has it")
         if self.final == "ema" and self.ema is None:
             raise UsageError("--final ema needs the decay of the average, such as --ema 0.999")
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:

@@ -39,7 +39,7 @@ from hpctrain.parallel.device import choose_device
 from hpctrain.parallel.hosts import share_cores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
-from hpctrain.report.record import without_nonfinite
+from hpctrain.report.record import value_in, without_nonfinite
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import import_own
@@ -95,6 +95,10 @@ class Evaluation:
         tally = find_tally(self.tallies, Mistakes)
         return tally.worst if tally else []
 
+    def value(self, name: str) -> float | None:
+        """Return a figure, of --metric, too; None if it has none of this name."""
+        return value_in(self.figures(), name)
+
     def figures(self, without: Collection[str] = ()) -> dict[str, Any]:
         """Return the figures as they are recorded and written, but those `without`."""
         figures: dict[str, Any] = {"rows": self.rows, **self.means}
@@ -109,10 +113,12 @@ def evaluate(
     comm: Comm,
     go_on: Callable[[], bool] = lambda: True,
     mistakes: int = 0,
+    most: int | None = None,
 ) -> Evaluation | None:
     """Evaluate a network in its task over all samples of a split. Collective.
 
     The result includes the `mistakes` most confident wrong answers, of equal ones the first rows.
+    It is that of at most `most` blocks, if they are limited.
     `go_on` is called before each block; if it returns False on any rank, that rank's other blocks
     are skipped, and all ranks return None. Raises RunError on all ranks for samples that are
     corrupt or not finite, and UsageError if the metric did not name the same figures for all
@@ -120,6 +126,8 @@ def evaluate(
     """
     task = inference.task
     blocks = inference.blocks(len(split))
+    if most is not None:
+        blocks = min(blocks, most)
     numbers = range(blocks * comm.rank // comm.size, blocks * (comm.rank + 1) // comm.size)
     tallies = task.tallies(mistakes)
     bad = Bad()
@@ -307,7 +315,8 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                 UsageError(f"--mistakes shows wrong classes, and this network {task.facts.use}")
             )
         with open_split(network, config, comm) as split:
-            task = replace(task, **import_functions(network, config, comm))
+            functions = import_functions(network, config, comm)
+            task = replace(task, **functions, has_all_figures=True)
             inference = network.inference._replace(task=task)
             result = evaluate(inference, split, comm, mistakes=config.mistakes)
             assert result is not None  # no block was skipped

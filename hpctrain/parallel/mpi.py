@@ -244,6 +244,11 @@ def check_on_root(comm: Comm, name: str, value: object) -> None:
         )
 
 
+def alone() -> Comm:
+    """Return the communicator of this rank alone."""
+    return MPI.COMM_SELF
+
+
 HOST = MPI.Comm.Create_keyval()  # attribute of a communicator: the communicator of its host
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.report.history import History
 from hpctrain.report.metrics import Metrics, metrics_of
-from hpctrain.report.record import FILE_NAME
+from hpctrain.report.record import FILE_NAME, best_by_of
 
 SETTINGS_FILE = "config.toml"  # the settings of a run
 SWEEP_FILE = "sweep.toml"  # marks a folder as that of a sweep
@@ -72,7 +72,7 @@ def ranked_runs(sweep: Path) -> list[tuple[Path, str]]:
 
     Networks are compared by validation, or by the last epoch of training if none has been
     validated; never by the test. The metrics are those of the saved weights: of the last
-    validation, or with --final best of the one with the smallest loss.
+    validation, or with --final best of the best one.
     """
     folders = [folder for folder in sweep_runs(sweep) if (folder / NETWORK_FILE).is_file()]
     histories = [History.read(folder, "none") for folder in folders]
@@ -98,7 +98,7 @@ def _validation_of_saved(history: History) -> Metrics:
     """Return the validation of the saved weights."""
     settings = history.facts.get("settings") or {}
     if settings.get("final") == "best":
-        return history.best("loss")
+        return history.best(best_by_of(history.facts))
     return metrics_of(history.evaluated.get("validation", {}), history.figures)
 
 

@@ -22,7 +22,15 @@ from hpctrain.errors import UsageError
 from hpctrain.heartbeat import HEARTBEATS, find_cause
 from hpctrain.outcome import Outcome, Status
 from hpctrain.report.metrics import UNKNOWN, Figure, Metrics, metrics_of
-from hpctrain.report.record import FIELDS, FILE_NAME, Lines, Record, figures_of, is_number
+from hpctrain.report.record import (
+    FIELDS,
+    FILE_NAME,
+    Lines,
+    Record,
+    figures_of,
+    is_number,
+    value_in,
+)
 from hpctrain.report.step_stats import Costs, seconds_left
 from hpctrain.tasks.facts import Direction
 from hpctrain.text import counted
@@ -291,7 +299,9 @@ class History:
             columns = Columns(self._epochs)
         elif split != "training":
             columns = Columns(record for record in self._evaluations if record["split"] == split)
-        if name not in columns.by_name:
+        others = (f"metrics_{name}", f"{name}_binned")  # as `value_in` finds it
+        name = next((other for other in (name, *others) if other in columns.by_name), "")
+        if not name:
             return []
         pairs = zip(columns.by_name[by], columns.by_name[name], strict=True)
         rows = [(x, y) for x, y in pairs if abs(y) <= LARGEST_DRAWN]
@@ -346,7 +356,7 @@ class History:
         validations = (record for record in self._evaluations if record["split"] == "validation")
         best: Record = max(
             validations,
-            key=lambda record: Figure(by, record.get(by), figures[by]).score,
+            key=lambda record: Figure(by, value_in(record, by), figures[by]).score,
             default={},
         )
         return metrics_of(best, figures)

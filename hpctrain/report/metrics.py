@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hpctrain.report.record import fields_marked
+from hpctrain.report.record import fields_marked, value_in
 from hpctrain.tasks.facts import Direction
 from hpctrain.text import short_number
 
@@ -77,5 +77,5 @@ UNKNOWN = Metrics()
 def metrics_of(record: Mapping[str, Any], directions: Mapping[str, Direction]) -> Metrics:
     """Return the figures that `directions` names, with their values in a record."""
     return Metrics(
-        {name: Figure(name, record.get(name), better) for name, better in directions.items()}
+        {name: Figure(name, value_in(record, name), better) for name, better in directions.items()}
     )

@@ -194,6 +194,24 @@ def figures_of(facts: Record) -> dict[str, Direction]:
     return {**(facts.get("figures") or task_of(facts).figures), "loss": "min"}
 
 
+def value_in(record: Record, name: str) -> float | None:
+    """Return a figure of an evaluation, one of --metric, too; None if it is unknown.
+
+    An area of scores that were counted in intervals is recorded as "NAME_binned".
+    """
+    values = {**record, **(record.get("metrics") or {})}
+    value: float | None = values.get(name, values.get(f"{name}_binned"))
+    return value
+
+
+def best_by_of(facts: Record) -> str:
+    """Return the figure that chooses the best network of a run, by the first line of its record."""
+    settings = facts.get("settings") or {}
+    if settings.get("best_by"):
+        return next(iter(figures_of(facts)))
+    return task_of(facts).chooses
+
+
 def task_of(facts: Record) -> TaskFacts:
     """Return the facts of a run's task; `facts` is the first line of its record."""
     settings = facts.get("settings") or {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,9 +16,12 @@ from hpctrain.errors import UsageError
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.mistakes import Answer, Mistakes, answers_of
+from hpctrain.tasks.scores import OneVersusRest
 from hpctrain.tasks.tally import Block, Tally, find_tally, two_sums
 from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import brief, listed
+
+UNRECORDED = ("top5_accuracy", "auroc", "auroc_binned", "f1_macro")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Classify(Task):
             classes=tuple(names),
             label_smoothing=settings.get("label_smoothing", 0.0),
             class_weights=like.new_tensor(weights) if weights else None,
-            unrecorded=() if is_balanced else ("balanced_accuracy",),
+            unrecorded=UNRECORDED if is_balanced else ("balanced_accuracy", *UNRECORDED),
             **fields,
         )
 
@@ -104,25 +108,39 @@ class Classify(Task):
     # Evaluating
 
     def figure_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the sums of the loss without label smoothing, weighted and not."""
+        """Return the sums of the loss without label smoothing, weighted and not.
+
+        With them are those of answers of which one of the first five is right.
+        """
         losses = self.own_losses(outputs, targets)
         if losses is None:
             unweighted = F.cross_entropy(outputs, targets, reduction="sum")
         else:
             unweighted = losses.sum()
         sums = {"loss": two_sums(unweighted, len(targets))}
+        more = {}
+        if len(self.classes) > 5 and self.needs("top5_accuracy"):
+            more["top5_accuracy"] = two_sums(count_in_top(outputs, targets, 5), len(targets))
         weights = self.weights(targets)
         if weights is None:
-            return sums
+            return {**sums, **more}
         if losses is None:
             weighted = F.cross_entropy(outputs, targets, self.class_weights, reduction="sum")
         else:
             weighted = (losses * weights).sum()
-        return {"loss": two_sums(weighted, weights.sum()), "unweighted_loss": sums["loss"]}
+        return {
+            "loss": two_sums(weighted, weights.sum()),
+            "unweighted_loss": sums["loss"],
+            **more,
+        }
 
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         tallies = [*super().tallies(), Confusion(self.classes)]
-        return [*tallies, Mistakes(mistakes)] if mistakes else tallies
+        if self.needs("auroc"):
+            tallies.append(OneVersusRest(self.classes))
+        if mistakes:
+            tallies.append(Mistakes(mistakes))
+        return tallies
 
     def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Caption], int]:
         tally = find_tally(tallies, Mistakes)
@@ -179,3 +197,15 @@ class Classify(Task):
             lines.insert(0, f"true: {self.classes[answer.label]}")
         is_wrong = answer.label not in (None, answer.prediction)
         return Caption(answer.row, tuple(lines), is_wrong)
+
+
+def count_in_top(outputs: Tensor, targets: Tensor, most: int) -> Tensor:
+    """Return how many samples have their class (n,) among those of the `most` highest outputs.
+
+    Of equal outputs (n, K) the first are higher, as in argmax; the number is NaN if one of them is.
+    """
+    output = outputs.gather(1, targets[:, None])
+    is_earlier = torch.arange(outputs.shape[1], device=outputs.device) < targets[:, None]
+    is_higher = (outputs > output) | ((outputs == output) & is_earlier)
+    is_in_top = is_higher.sum(1) < most
+    return torch.where(outputs.isnan().any(1), torch.nan, is_in_top.double()).sum()

@@ -64,12 +64,18 @@ class Confusion(Tally):
         return self.counts[:3]
 
     def figures(self) -> dict[str, float | None]:
-        """Return the accuracy and the mean recall of the classes that have samples."""
-        true, _, right = self.by_class()
+        """Return the accuracy, the mean recall of the classes that have samples, and the mean F1.
+
+        The mean F1 is that of all classes that are true or predicted for a sample.
+        """
+        true, predicted, right = self.by_class()
         recalls = right[true > 0] / true[true > 0]
+        occurs = true + predicted > 0
+        f1 = 2 * right[occurs] / (true + predicted)[occurs]
         return {
             "accuracy": float(right.sum()) / int(true.sum()),
             "balanced_accuracy": float(recalls.mean()),
+            "f1_macro": float(f1.mean()),
         }
 
     def as_json(self) -> dict[str, Any]:

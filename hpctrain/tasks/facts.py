@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from hpctrain.errors import UsageError
+
 TaskName = Literal["classify", "multilabel", "regress", "denoise"]
 Direction = Literal["max", "min"]  # in which a figure is better
+DIRECTIONS: dict[str, Direction] = {"max": "max", "min": "min"}
 
 #: Kinds of targets of a pack, in words (data/targets.py).
 KINDS = {
@@ -33,7 +36,7 @@ class TaskFacts(NamedTuple):
     loss: str  # name of its loss
     targets: str = ""  # kind of targets that it learns, of `KINDS`; "" = any
     more: Mapping[str, Direction] = MappingProxyType({})  # further figures of evaluations
-    best_by: str = ""  # figure of the best network without --best-by; "" = the first one
+    best_by: str = ""  # figure that chooses the best network; "" = the first one
     settings: tuple[tuple[str, type], ...] = ()  # its own, held by a network's file
     model: str = ""  # for --model auto; "" = by the size of the images
     optimizer: str = "sgdm"
@@ -47,6 +50,18 @@ class TaskFacts(NamedTuple):
     def directions(self) -> dict[str, Direction]:
         """All figures of evaluations, and the direction in which each is better."""
         return {**self.figures, **self.more}
+
+    @property
+    def chooses(self) -> str:
+        """The figure that chooses the best network, unless --best-by names one."""
+        return self.best_by or next(iter(self.figures))
+
+
+class BestBy(NamedTuple):
+    """The figure that chooses the best network of a run."""
+
+    figure: str
+    direction: Direction  # in which it is better
 
 
 FACTS: dict[str, TaskFacts] = {
@@ -130,6 +145,30 @@ USUAL = FACTS["classify"]
 def all_figures() -> set[str]:
     """Return the names of the figures of all tasks."""
     return {name for facts in FACTS.values() for name in facts.directions}
+
+
+def best_by(setting: str | None, task: str) -> BestBy:
+    """Return the figure that chooses the best network, by the setting --best-by.
+
+    Those of --metric are given with their direction. Raises UsageError for one that has none.
+    """
+    facts = FACTS.get(task, USUAL)
+    name = setting or facts.chooses
+    of_task = facts.directions.get(name)
+    if of_task:
+        return BestBy(name, of_task)
+    figure, _, word = name.rpartition(":")
+    direction = DIRECTIONS.get(word)
+    flag = f"--best-by {name}"
+    if direction is None:
+        raise UsageError(
+            f"{flag}: no figure of --task {task}, which has {', '.join(facts.directions)}; one of"
+            f" --metric needs its direction, as in {name}:max or {name}:min"
+        )
+    of_task = facts.directions.get(figure)
+    if of_task and of_task != direction:
+        raise UsageError(f"{flag}: of {figure}, the {of_task} is the best: give --best-by {figure}")
+    return BestBy(figure, direction)
 
 
 def all_settings() -> dict[str, type]:

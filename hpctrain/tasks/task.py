@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -26,7 +26,7 @@ from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng
 from hpctrain.plan import TargetScaling
-from hpctrain.tasks.facts import FACTS, KINDS, TaskFacts, task_that_learns
+from hpctrain.tasks.facts import FACTS, KINDS, TaskFacts, best_by, task_that_learns
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
 from hpctrain.tasks.tally import Block, Means, MetricFigures, Tally, two_sums
@@ -55,6 +55,8 @@ class Task(ABC):
     loss: Imported | None = None  # the user's own, in place of `losses`
     metric: Imported | None = None  # the user's own, beside the task's figures
     unrecorded: tuple[str, ...] = ()  # figures that the records of validations leave out
+    best_by: str = ""  # figure that --best-by names
+    has_all_figures: bool = False  # those that only evaluations after the training have, too
 
     #: Sums of a step that are sent in the message beside the loss, and their types; int: counts.
     sums: ClassVar[Mapping[str, type]] = {}
@@ -93,12 +95,16 @@ class Task(ABC):
     @property
     def ranked_by(self) -> str:
         """The figure by which runs are ranked."""
-        return next(iter(self.facts.figures))
+        return self.best_by or next(iter(self.facts.figures))
 
     @property
     def tracked(self) -> tuple[str, ...]:
         """The figures of evaluations that are saved with a network."""
-        return tuple(self.facts.figures)
+        return tuple(dict.fromkeys([*self.facts.figures, self.best_by or self.facts.chooses]))
+
+    def needs(self, figure: str) -> bool:
+        """Whether an evaluation has a figure that is left out in training."""
+        return self.has_all_figures or figure == self.best_by
 
     # Making it
 
@@ -350,4 +356,10 @@ def make_task(
     Its loss is hpctrain's unless another is given, whatever the settings name.
     """
     make = task_class(settings["task"]).from_settings
-    return make(settings, names, like, precision=settings["precision"], loss=loss, metric=metric)
+    task = make(settings, names, like, precision=settings["precision"], loss=loss, metric=metric)
+    if not settings.get("best_by"):
+        return task
+    figure = best_by(settings["best_by"], task.name()).figure
+    recorded = (figure, f"{figure}_binned")
+    unrecorded = tuple(name for name in task.unrecorded if name not in recorded)
+    return replace(task, best_by=figure, unrecorded=unrecorded)

@@ -1,7 +1,7 @@
 """Atomic checkpoints: each is one file with everything that a run needs to resume.
 
     checkpoints/00000123.safetensors    tensors, and as metadata all other values
-    best-00000100.safetensors           the network with the smallest validation loss so far
+    best-00000100.safetensors           the network of the best validation so far
     checkpoints/best-00000050.safetensors   an earlier one, which a checkpoint still names
 
 Files are renamed into place (rename(2)) after fsync(2), a checkpoint after the record, which holds

@@ -24,6 +24,7 @@ from hpctrain.plan import FREE, describe_shares
 from hpctrain.report.find import SETTINGS_FILE, evaluation_file
 from hpctrain.report.record import Recorder, truncate_record
 from hpctrain.report.settings import DATA_FILE, PLAN_FILE
+from hpctrain.tasks.facts import Direction
 from hpctrain.training.checkpoint import make_ready
 from hpctrain.training.control import RunLock
 from hpctrain.training.resume import PreviousLaunch
@@ -101,6 +102,14 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
     return folder
 
 
+def ranking_figures(run: Run) -> dict[str, Direction]:
+    """Return the figures that the record lists, with their directions: the first one ranks runs."""
+    figures = run.task.facts.figures
+    if not run.task.best_by:
+        return figures
+    return {run.best_by.figure: run.best_by.direction, **figures}
+
+
 def run_facts(run: Run) -> dict[str, object]:
     """Return the first line of the record.
 
@@ -149,7 +158,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "learning_rate": run.plan.learning_rate,
         "rows": {name: split.samples for name, split in run.pack.splits.items()},
         "settings": settings,
-        "figures": run.task.facts.figures,
+        "figures": ranking_figures(run),
         "pack": run.pack.path,
         "pack_uuid": run.pack.uuid,
         "plan": run.plan.digest(),

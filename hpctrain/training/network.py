@@ -20,7 +20,8 @@ from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.scale import Ranges, Scale
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
-from hpctrain.inference.network import find_model
+from hpctrain.inference.evaluate import evaluate
+from hpctrain.inference.network import Inference, find_model
 from hpctrain.models import (
     InitialWeights,
     build,
@@ -34,7 +35,15 @@ from hpctrain.models.init import Normalization
 from hpctrain.models.memory_format import crashing_in_nhwc, has_avx2_only, move_model
 from hpctrain.models.weights import is_torch_file
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.mpi import Comm, agreed, check_equal_on_all, minimum, on_all, on_root
+from hpctrain.parallel.mpi import (
+    Comm,
+    agreed,
+    alone,
+    check_equal_on_all,
+    minimum,
+    on_all,
+    on_root,
+)
 from hpctrain.plan import TargetScaling, model_name
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
@@ -245,6 +254,26 @@ def compare_code(config: Config, pack: Pack, comm: Comm) -> None:
         code["what decodes JPEG files"] = decoder_versions()
     if code:
         check_equal_on_all(comm, code)
+
+
+def check_best_by(network: Network, train: Split, comm: Comm) -> None:
+    """Test with the first samples that evaluations have the figure of --best-by. Collective."""
+    task = network.task
+    if not task.best_by:
+        return
+    inference = Inference(network.norms.model, task, network.pipeline.plain(), FIRST_ROWS)
+
+    def check() -> None:
+        result = evaluate(inference, train, alone(), most=1)
+        assert result is not None
+        names = [*result.means, *result.metrics]
+        if task.best_by not in names:
+            raise UsageError(
+                f"--best-by {network.config.best_by}: evaluations of this run have no"
+                f" {task.best_by}, but {listed(names)}"
+            )
+
+    on_root(comm, check)
 
 
 def check_own_augment(network: Network, train: Split, comm: Comm) -> None:

@@ -33,7 +33,7 @@ from hpctrain.training.loop import save_checkpoint, train_epochs
 from hpctrain.training.network import use_network_of_init
 from hpctrain.training.resume import PreviousLaunch, find_previous_launch, restore
 from hpctrain.training.setup import set_up
-from hpctrain.training.state import CannotContinue, NonFinite, Run
+from hpctrain.training.state import CannotContinue, NonFinite, Run, Undefined
 from hpctrain.training.validate import choose_network, save_network, test_network, validate
 from hpctrain.watchdog import current, doing, started, waiting
 
@@ -179,7 +179,7 @@ def give_up(run: Run, error: CannotContinue) -> Failure:
                 run.writer.wait()
         except RunError as second:
             text = f"{error}; not saved: {second}"
-    run.recorder.end(Status.FAILED, text, repeats=isinstance(error, NonFinite))
+    run.recorder.end(Status.FAILED, text, repeats=isinstance(error, NonFinite | Undefined))
     return agreed(type(error)(text))
 
 

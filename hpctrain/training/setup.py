@@ -26,7 +26,7 @@ from hpctrain.training.data import (
     open_data,
     open_order,
 )
-from hpctrain.training.network import Network, check_own_augment, make_network
+from hpctrain.training.network import Network, check_best_by, check_own_augment, make_network
 from hpctrain.training.probe import check_sizes, probe_model
 from hpctrain.training.resume import PreviousLaunch
 from hpctrain.training.state import Run
@@ -104,6 +104,7 @@ def make_step(comm: Comm, data: TrainingData, network: Network, begun: Plan | No
     train, order = open_order(config, plan, data.train, mine, comm)
     balance = balance_note(order, mine, data.pack.classes, comm)
     check_own_augment(network, train, comm)
+    check_best_by(network, data.train, comm)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
     loader = Loader(train, order, mine, network.pipeline, plan.epochs, options)
     return Step(

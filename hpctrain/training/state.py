@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,9 @@ from hpctrain.parallel.hosts import HostCores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Facts, Plan
+from hpctrain.report.metrics import Figure
 from hpctrain.report.record import Recorder
+from hpctrain.tasks.facts import BestBy, best_by
 from hpctrain.tasks.task import Task
 from hpctrain.text import listed
 from hpctrain.training.checkpoint import Writer
@@ -47,6 +48,10 @@ class NonFinite(CannotContinue):
     """Loss or gradient became NaN or infinite; the weights are those of the previous step."""
 
 
+class Undefined(CannotContinue):
+    """The figure that chooses the best network is NaN: another launch would find the same."""
+
+
 class Reached(NamedTuple):
     """A point in a run, and the figures known there."""
 
@@ -54,11 +59,9 @@ class Reached(NamedTuple):
     epoch: int
     figures: dict[str, float | None]
 
-    @property
-    def validation_loss(self) -> float:
-        """The loss of the validation; infinite without one."""
-        loss = self.figures.get("validation_loss")
-        return math.inf if loss is None else loss
+    def validation(self, by: BestBy) -> Figure:
+        """Return a figure of the validation; its value is None without one."""
+        return Figure(by.figure, self.figures.get(f"validation_{by.figure}"), by.direction)
 
 
 START = Reached(0, 0, {})
@@ -76,7 +79,7 @@ class Progress:
     reason: str | None = None  # for a run that was stopped or is done early
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
-    best: Reached = START  # the smallest loss of all validations
+    best: Reached = START  # the best of all validations
     waited: int = 0  # validations since the best one
     sums: dict[str, float] = field(default_factory=dict)  # by name, over the steps of this epoch
     final: Reached | None = None  # the network that was chosen: no more checkpoints are written
@@ -137,6 +140,11 @@ class Run:
     recorder: Recorder = field(init=False)
     control: Control = field(init=False)
     writer: Writer = field(init=False)
+
+    @property
+    def best_by(self) -> BestBy:
+        """What chooses the best network."""
+        return best_by(self.config.best_by, self.config.task)
 
     def split(self, name: str) -> Split:
         """Open another split. It stays open: each of its samples is verified once."""

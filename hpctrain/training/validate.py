@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from hpctrain.models import read_model, save_model, snapshot
 from hpctrain.outcome import Status
 from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
+from hpctrain.report.metrics import Figure
 from hpctrain.tasks.facts import all_settings
-from hpctrain.training.state import CannotContinue, Reached, Run, read_on_all
+from hpctrain.training.state import CannotContinue, Reached, Run, Undefined, read_on_all
 from hpctrain.watchdog import doing, running_time
 
 #: Settings of a run, and fields of its plan and its pack, that the file of a network holds.
@@ -38,16 +41,23 @@ def validation_due(run: Run, step: int) -> bool:
 def validate(run: Run) -> None:
     """Evaluate the validation split, keep the best network, check --patience. Collective.
 
-    The network with the smallest loss so far is written in the background.
+    The best network so far is written in the background. Raises Undefined if the figure of
+    --best-by is NaN in the first validation.
     """
     state = run.progress
     patience = run.plan.patience
+    by = run.best_by
     run.compare_ranks()
-    if (result := evaluate_split(run, "validation")) is None:
+    if evaluate_split(run, "validation") is None:
         return
+    best = state.best.validation(by)
+    reached = Reached(state.step, state.epoch, dict(state.figures))
+    value = reached.validation(by)
+    if not state.validated:
+        check_defined(run, value)
     state.validated = state.step
-    if result.loss < state.best.validation_loss:
-        state.best = Reached(state.step, state.epoch, dict(state.figures))
+    if value.score > best.score:
+        state.best = reached
         state.waited = 0
         with evaluated_network(run):
             tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
@@ -55,9 +65,25 @@ def validate(run: Run) -> None:
     else:
         state.waited += 1
     if patience and state.waited >= patience and not state.ended:
-        below = f"below the {state.best.validation_loss:.4g} of step {state.best.step}"
+        better = f"below the {-best.score:.4g}"
+        if by.direction == "max":
+            better = f"above the {best.score:.4g}"
+        article = "an" if by.figure.startswith(("a", "e", "i", "o")) else "a"
+        figure = f"{article} {by.figure} {better} of step {state.best.step}"
         state.ended = Status.DONE
-        state.reason = f"{patience} validations without a loss {below}"
+        state.reason = f"{patience} validations without {figure}"
+
+
+def check_defined(run: Run, figure: Figure) -> None:
+    """Raise Undefined if a figure is NaN and does not follow from the network alone."""
+    is_nan = figure.value is None or math.isnan(figure.value)
+    if is_nan and (run.task.best_by or figure.name != "loss"):
+        raise agreed(
+            Undefined(
+                f"the first validation has no {figure.name} (NaN), which chooses the best network:"
+                " look at the validation split, or begin another run with another --best-by"
+            )
+        )
 
 
 def network_metadata(run: Run) -> dict[str, Any]:
@@ -142,7 +168,8 @@ def evaluate_split(run: Run, split: str) -> Evaluation | None:
 
     run.recorder.phase(f"evaluating {split}")
     fault("evaluation.begun")
-    inference = Inference(run.trainer.model, run.task, run.pipeline, run.plan.evaluation_rows)
+    task = replace(run.task, has_all_figures=split != "validation")
+    inference = Inference(run.trainer.model, task, run.pipeline, run.plan.evaluation_rows)
     try:
         with on_all(comm):
             source = run.split(split)
@@ -162,7 +189,7 @@ def evaluate_split(run: Run, split: str) -> Evaluation | None:
         return None
     network = state.network
     for name in run.task.tracked:
-        network.figures[f"{split}_{name}"] = result.means[name]
+        network.figures[f"{split}_{name}"] = result.value(name)
     recorded = result.figures(without=run.task.unrecorded)
     figures = {"epoch": network.epoch, "step": network.step, "split": split, **recorded}
     state.chain_figures(figures)
@@ -193,5 +220,5 @@ def test_network(run: Run) -> dict[str, float | None]:
         file = evaluation_file(run.folder, split)
         network = run.folder / NETWORK_FILE
         on_root(run.comm, write_evaluation, file, result, run.pack, network, split)
-        tested[f"{split}_{ranked_by}"] = result.means[ranked_by]
+        tested[f"{split}_{ranked_by}"] = result.value(ranked_by)
     return tested

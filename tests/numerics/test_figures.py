@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn import metrics
 from torch.nn import functional as F
 
 import hpctrain as hp
@@ -34,6 +35,21 @@ def scores_of(settings: dict, split: str) -> torch.Tensor:
         return network.model(hp.read_samples(source, range(len(source))))
 
 
+def more_figures(probabilities, labels):
+    """Those of an evaluation after the training, by scikit-learn."""
+    areas = [
+        metrics.roc_auc_score(labels == k, probabilities[:, k]) for k in np.unique(labels).tolist()
+    ]
+    answers = probabilities.argmax(1)
+    return {
+        "top5_accuracy": metrics.top_k_accuracy_score(
+            labels, probabilities, k=5, labels=np.arange(10)
+        ),
+        "auroc": np.mean(areas),
+        "f1_macro": metrics.f1_score(labels, answers, average="macro"),
+    }
+
+
 def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, short):
     settings = short | {"class_weights": WEIGHTS, "label_smoothing": 0.2, "epochs": 1}
     result = hp.train(**settings)
@@ -47,6 +63,13 @@ def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, short):
         "accuracy": right.mean().item(),
         "balanced_accuracy": np.mean([right[labels == k].mean() for k in labels.unique()]),
     }
+    if comm.rank == 0:
+        files = Path(result.folder) / "evaluation-test.json", again
+        expected_more = more_figures(scores.double().softmax(1).numpy(), labels.numpy())
+        for file in files:
+            figures = json.loads(file.read_text())
+            assert {name: figures[name] for name in expected_more} == pytest.approx(expected_more)
+        assert "auroc" not in records(settings, "evaluation")[-1]
     assert abs(expected["loss"] - expected["unweighted_loss"]) > 1e-4
     if comm.rank == 0:
         found = [r for r in records(settings, "evaluation") if r["split"] == "test"]

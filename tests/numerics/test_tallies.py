@@ -9,10 +9,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
+from scipy.special import logsumexp
 from sklearn import metrics
 
-from tests.support.api import Residuals, Scores, tallied
+from tests.support.api import Residuals, Scores, tallied, task_class
 
 NAMES = ("ties", "extremes", "floats", "all", "none", "unknown")
 SIZES = (1, 61, 500)
@@ -134,6 +136,44 @@ def test_scores_of_nan_give_figures_of_nan(comm, largest):
     assert table.row_count == 6
     rows = json.loads(json.dumps(tally.as_json()))["per_class"]
     assert [row["class"] for row in rows] == [*NAMES] and rows[0]["threshold"] == 0.5
+
+
+@ON_RANKS
+@pytest.mark.parametrize("classes", [2, 4, 7])
+def test_areas_of_a_classifier_are_those_of_each_class_against_the_rest(comm, classes):
+    """Of two classes, that of the second; also where probabilities are rounded to 0 and 1."""
+    generator = torch.Generator().manual_seed(classes)
+    labels = torch.randint(0, classes, (101,), generator=generator)
+    outputs = 30 * torch.randn(101, classes, generator=generator)
+    outputs[range(101), labels] += 20
+    outputs[50:60] = outputs[40:50]  # equal scores
+    task = task_class("classify")(classes=("a",) * classes, has_all_figures=True)
+
+    def measured(chosen):
+        block = outputs[chosen], None, labels[chosen]
+        return labels[chosen].numpy(), {
+            name: value.numpy() for name, value in tally.measure(*block).items()
+        }
+
+    figures = {}
+    for tally in task.tallies():
+        figures |= tallied(comm, tally, 101, measured).figures()
+    pair = labels.numpy(), outputs.double().numpy()
+    logits = pair[1]
+    if classes == 2:
+        expected = metrics.roc_auc_score(labels, logits[:, 1] - logits[:, 0])
+    else:
+        others = [np.delete(logits, k, 1) for k in range(classes)]
+        odds = [logits[:, k] - logsumexp(rest, 1) for k, rest in enumerate(others)]
+        areas = [metrics.roc_auc_score(labels == k, odds[k]) for k in range(classes)]
+        expected = np.mean(areas)
+    assert figures["auroc"] == pytest.approx(expected, **exact)
+    answers = logits.argmax(1)
+    f1 = metrics.f1_score(labels, answers, average="macro")
+    assert figures["f1_macro"] == pytest.approx(f1, **exact)
+    assert ("top5_accuracy" in figures) == (classes > 5)
+    if classes > 5:
+        assert figures["top5_accuracy"] == metrics.top_k_accuracy_score(labels, logits, k=5)
 
 
 @ON_RANKS

@@ -31,11 +31,12 @@ LR = 0.05
 SETTINGS = {}  # name of a setting -> its check
 #: Settings whose checks are in other files.
 ELSEWHERE = """
-    augment balanced_sampling batch_norm cache_dir checkpoint_every class_weights clip_norm
+    augment balanced_sampling batch_norm best_by cache_dir checkpoint_every class_weights clip_norm
     comm_dtype compile cuda_graphs data deterministic ema final freeze group hang_timeout images
     keep_checkpoints label_smoothing labels layout loss lr_factors max_value metric min_lr
     momentum no_decay optimizer overlap patience progress random_crop read_buffer reduce
-    resume run runs_dir schedule shuffle split stage step_epochs task tensorboard test
+    resume run runs_dir schedule shuffle split stage step_epochs target_scale targets task
+    tensorboard test
     nodata split_seed time_limit validate_every verify weight_decay worker_load
 """
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation

@@ -10,6 +10,8 @@ import pytest
 import hpctrain as hp
 from tests.support.short import records
 
+OWN = "tests.support.own_functions:counts"
+
 pytestmark = pytest.mark.ranks
 
 
@@ -82,3 +84,63 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(comm, over
     (test,) = [r for r in records(overfitting, "evaluation") if r["split"] == "test"]
     assert (test["step"], test["loss"]) == (known["step"], tested.loss)
     assert known["epoch"] == known["step"] // 2
+
+
+BY = {"accuracy": max, "auroc": max, "brier:min": min}
+
+
+@pytest.mark.parametrize("by", BY)
+def test_the_best_network_is_that_of_the_figure_that_is_named(comm, overfitting, by):
+    """It also ends the run, ranks it, and is found again by a launch that resumes it."""
+    figure, better = by.partition(":")[0], BY[by]
+    settings = {**overfitting, "best_by": by, "metric": OWN, "final": "best"}
+    hp.train(**{**settings, "epochs": 3})
+    found = hp.train(**settings)
+    if comm.rank == 0:
+        record = [r for r in records(settings, "evaluation") if r["split"] == "validation"]
+        values = [{**r, **r["metrics"]}[figure] for r in record]
+        place = values.index(better(values))
+        metadata = hp.load(found.folder, trust_code=True).metadata
+        assert metadata["step"] == record[place]["step"] < 24
+        assert metadata["figures"][f"validation_{figure}"] == values[place]
+        first = records(settings, "run")[0]["figures"]
+        assert (next(iter(first)), first[figure]) == (figure, better.__name__)
+        assert ("auroc" in record[0]) == (figure == "auroc")
+    other = {**settings, "run": "patient", "patience": 2}
+    ended = hp.train(**other)
+    if comm.rank == 0:
+        (end,) = records(other, "end")
+        until = values[: end["steps"] // 2]
+        where = {max: "above", min: "below"}[better]
+        what = f"2 validations without a{'n' * (figure[0] == 'a')} {figure} {where}"
+        assert end["reason"].startswith(what) and f"of step {ended.step}" in end["reason"]
+        assert until.index(better(until)) == len(until) - 3 == ended.step // 2 - 1
+    with pytest.raises(hp.UsageError, match="was begun with --best-by"):
+        hp.train(**{**settings, "best_by": "loss", "epochs": 13})
+
+
+@pytest.mark.parametrize(
+    ("by", "text"),
+    [
+        ("dice", "no figure of --task classify, which has accuracy, loss,.*dice:max or dice:min"),
+        ("loss:max", "give --best-by loss"),
+        ("brier:min", "needs the --metric"),
+        ("top5_accuracy", "have no top5_accuracy, but loss, accuracy"),
+        ("unweighted_loss", "have no unweighted_loss"),
+    ],
+)
+def test_a_figure_that_a_run_does_not_have_is_refused_before_its_first_step(
+    comm, overfitting, by, text
+):
+    with pytest.raises(hp.UsageError, match=text):
+        hp.train(**overfitting, best_by=by)
+    assert not Path(overfitting["runs_dir"]).exists()
+
+
+def test_a_figure_that_is_undefined_in_the_first_validation_ends_the_run(comm, overfitting):
+    settings = {**overfitting, "metric": OWN, "best_by": "recall of none:max"}
+    with pytest.raises(hp.RunError, match="the first validation has no recall of none"):
+        hp.train(**settings)
+    if comm.rank == 0:
+        (end,) = records(settings, "end")
+        assert end["status"] == "failed" and end["repeats"]

@@ -125,7 +125,7 @@ def is_allowed(kind, name, text):
     if text == "null":
         return name not in NEEDED.get(kind, [])
     field = FIELDS[kind][name]
-    if name in ("accuracy", "balanced_accuracy"):
+    if field.is_share:
         return text in ("0", "0.5")
     objects = {float: OF_NUMBERS, str: OF_TEXTS, object: OF_ANY}
     return text in (objects if field.is_object else ALLOWED)[field.type]
