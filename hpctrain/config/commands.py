@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
 from hpctrain.config.train import CACHE_DIR, Layout, OnRanks, Precision, Runs
-from hpctrain.config.values import DIVISORS, Fold, Names, NoData, Shares, Size
+from hpctrain.config.values import DIVISORS, Fold, Names, NoData, ShapesTask, Shares, Size
 
 
 class SavedConfig(Runs):
@@ -81,8 +81,11 @@ class PackConfig(Settings):
 
     source: str | None = option(
         "folder of class folders, archive of it (.tar, .tgz, .zip), table (.csv, .tsv, .txt), or"
-        " built-in set: flowers, digits",
+        " built-in set: digits, shapes, flowers",
         positional=True,
+    )
+    task: ShapesTask | None = option(
+        "what is learned of the shapes, by which they have a pack each; default: classify"
     )
     size: Size | None = option("resize to WIDTHxHEIGHT pixels; default: must agree", group="Images")
     crop: bool = option("crop the centre instead of stretching", False)

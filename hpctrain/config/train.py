@@ -87,8 +87,8 @@ class Config(OnRanks):
     )
 
     data: str = option(
-        "pack, built-in set (digits, flowers), HDF5 file of --images, or pattern of such files, as"
-        " 'scans/*.h5'",
+        "pack, built-in set (digits, shapes, flowers), HDF5 file of --images, or pattern of such"
+        " files, as 'scans/*.h5'",
         "digits",
         group="Common",
     )

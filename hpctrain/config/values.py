@@ -11,12 +11,13 @@ import math
 import re
 import unicodedata
 from fractions import Fraction
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that timers accept
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 CLOCK = re.compile(r"((?P<h>\d+):(?=\d\d:))?(?P<m>\d+):(?P<s>\d\d)")
 DAYS = re.compile(r"(?P<d>\d+)-(?P<h>\d\d?)(:(?P<m>\d\d)(:(?P<s>\d\d))?)?")
+ShapesTask = Literal["classify", "multilabel", "regress"]  # those that learn of the shapes
 MAX_SIDE = 2**14  # pixels, of a decoded image
 #: Range of --max-value: images are multiplied by 1 / it, which float32 must have.
 LEAST_DIVISOR = 1e-37

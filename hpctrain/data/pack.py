@@ -363,6 +363,8 @@ def packing_command(path: str, attributes: Mapping[str, Any]) -> str:
     elif "kind" in facts:
         words.append(shlex.quote(facts["source"]))
         words.append(f"--size {facts['size']} --channels {facts['channels']}")
+    elif "task" in facts:
+        words.append(f"shapes --task {facts['task']}")
     else:
         return "from its arrays, by hp.write_pack"
     if facts.get("fit") == "crop":

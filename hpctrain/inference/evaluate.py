@@ -227,7 +227,11 @@ def open_split(network: TrainedNetwork, config: NetworkConfig, comm: Comm) -> Sp
                 " --data"
             )
         advice = "" if config.data else "; give --data"
-        path = find_pack_path(config.data or metadata["pack"], config.cache_dir)
+        path = find_pack_path(
+            config.data or metadata["pack"],
+            config.cache_dir,
+            metadata["task"],
+        )
         pack = read_in_scale(path, metadata["external"], network.scale, config.cache_dir)
         require_split(pack, config.split)
         kind = network.inference.task.facts.targets

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
+from hpctrain.config.values import ShapesTask
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import say
 from hpctrain.watchdog import doing
 
-BUILT_IN = ("digits", "flowers")
+GENERATED = ("digits", "shapes")
+BUILT_IN = (*GENERATED, "flowers")
+OF_SHAPES = ("multilabel", "regress")  # tasks with a pack of the shapes for each; others share one
 URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
 SHA256 = "4c54ace7911aaffe13a365c34f650e71dd5bf1be0a58b464e5a7183e3e595d9c"
 
@@ -27,6 +31,21 @@ def cache_path(cache_dir: str, name: str) -> Path:
             f"--cache-dir {cache_dir} cannot be made: {error.strerror}; choose another"
         ) from None
     return Path(cache_dir, name)
+
+
+def task_of_pack(name: str, task: str | None) -> ShapesTask | None:
+    """Return the task that the pack of a built-in set is made for, if it has one for several."""
+    if name == "shapes" and task in OF_SHAPES:
+        return cast(ShapesTask, task)
+    return None
+
+
+def pack_name(name: str, task: str | None) -> str:
+    """Return the name of the file of a built-in set."""
+    own_task = task_of_pack(name, task)
+    if own_task:
+        return f"{name}-{own_task}.h5"
+    return f"{name}.h5"
 
 
 def fetch_flowers(cache_dir: str) -> Path:

@@ -10,21 +10,22 @@ from pathlib import Path
 
 from hpctrain.data.file_set import is_pattern
 from hpctrain.errors import UsageError, did_you_mean
-from hpctrain.packing.builtin import BUILT_IN
+from hpctrain.packing.builtin import BUILT_IN, pack_name, task_of_pack
 from hpctrain.text import listed
 
 HDF5_ENDS = (".h5", ".hdf5", ".nc", ".nc4", ".mat")  # of names of files that a folder may hold
 
 
-def find_pack_path(data: str, cache_dir: str) -> Path:
+def find_pack_path(data: str, cache_dir: str, task: str = "classify") -> Path:
     """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
 
-    A pattern of files is returned as it is. Built-in names take precedence: write ./digits for a
-    file of that name. Raises UsageError if `data` is not a file, and what `pack` raises.
+    The shapes have a pack for each `task` that learns other targets. A pattern of files is returned
+    as it is. Built-in names take precedence: write ./digits for a file of that name. Raises
+    UsageError if `data` is not a file, and what `pack` raises.
     """
     path = Path(data)
     if data in BUILT_IN:
-        path = Path(cache_dir) / f"{data}.h5"
+        path = Path(cache_dir) / pack_name(data, task)
         if not path.exists():
             from hpctrain.config import PackConfig
             from hpctrain.packing.make import make_pack
@@ -34,6 +35,7 @@ def find_pack_path(data: str, cache_dir: str) -> Path:
             make_pack(
                 PackConfig(
                     source=data,
+                    task=task_of_pack(data, task),
                     cache_dir=cache_dir,
                     jobs=1,
                     overwrite=True,

@@ -38,7 +38,6 @@ import PIL
 
 import hpctrain
 from hpctrain.config import PackConfig
-from hpctrain.config.option import flag_of
 from hpctrain.cores import core_count
 from hpctrain.data.images import CHANGES, BadImage, Change, Fit, OtherKind, few_gray_levels
 from hpctrain.data.orders import shuffled
@@ -51,7 +50,6 @@ from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
 from hpctrain.data.strata import (
     ByClass,
     Strata,
-    assign,
     assign_groups,
     check_splits,
     label_sets,
@@ -62,7 +60,7 @@ from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
 from hpctrain.packing import workers
-from hpctrain.packing.builtin import BUILT_IN, cache_path, fetch_flowers
+from hpctrain.packing.builtin import BUILT_IN, GENERATED, cache_path, fetch_flowers, pack_name
 from hpctrain.packing.decoding import (
     Conversion,
     Decoded,
@@ -77,7 +75,7 @@ from hpctrain.packing.table import print_table
 from hpctrain.packing.tiles import cut_source
 from hpctrain.packing.workers import RunTasks
 from hpctrain.packing.write import PackWriter, writing_file
-from hpctrain.text import MOST_NAMED, brief, counted, listed_names, say
+from hpctrain.text import MOST_NAMED, brief, counted, listed, listed_names, say
 from hpctrain.watchdog import doing
 
 TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
@@ -87,12 +85,6 @@ TASKS_PER_WORKER = 32  # least tasks that decode
 TASK_BYTES = 4 << 20  # most bytes of pixels of a task that decodes
 NEARLY_BLACK = 15  # largest value of images that look black
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
-
-
-NOT_OF_DIGITS = (
-    *("size", "crop", "tiles", "channels", "pages", "dtype", "max_value", "nodata"),
-    *("background", "encoding", "manifest", "targets", "fold"),
-)
 
 
 class BadFiles(Exception):
@@ -153,13 +145,20 @@ def make_pack(config: PackConfig) -> Path:
     After an error or an interruption, no file exists under the pack's name.
     """
     if config.source is None:
-        raise UsageError("nothing to pack: give a folder, .tgz, .zip, .csv, flowers or digits")
+        raise UsageError(f"nothing to pack: give a folder, .tgz, .zip, .csv, or {listed(BUILT_IN)}")
     output = output_path(config, config.source)
     with writing_file(output):
         remove_left_behind(output)
-        if config.source == "digits":
-            pack_digits(config, output)
+        if config.source in GENERATED:
+            from hpctrain.packing.generated import pack_generated
+
+            pack_generated(config, output)
         else:
+            if config.task is not None:
+                raise UsageError(
+                    f"--task {config.task} does not apply to {config.source}: a table says what its"
+                    " targets are, by its columns and --targets"
+                )
             is_flowers = config.source == "flowers"
             path = fetch_flowers(config.cache_dir) if is_flowers else Path(config.source)
             pack_images(config, path, output)
@@ -170,7 +169,7 @@ def output_path(config: PackConfig, source: str) -> Path:
     """Return the path of the pack to write, checked before any work is done."""
     path = Path(config.output or re.sub(SUFFIX, "", Path(source).resolve().name) + ".h5")
     if source in BUILT_IN and not config.output:
-        path = cache_path(config.cache_dir, f"{source}.h5")
+        path = cache_path(config.cache_dir, pack_name(source, config.task))
     if path.exists() and not config.overwrite:
         raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
     if path.exists() and not is_pack(path):
@@ -178,30 +177,6 @@ def output_path(config: PackConfig, source: str) -> Path:
     if not path.parent.is_dir():
         raise UsageError(f"--output {path}: there is no folder {path.parent}")
     return path
-
-
-def pack_digits(config: PackConfig, output: Path) -> None:
-    """Make a pack of the generated digits; --split divides those of train and test again."""
-    from hpctrain.packing.arrays import write_pack  # a pack of files needs neither of these
-    from hpctrain.packing.digits import generate
-
-    for name in NOT_OF_DIGITS:
-        if getattr(config, name) != getattr(PackConfig, name):
-            raise UsageError(f"{flag_of(name)} does not apply to digits: they are made as they are")
-    note(f"drawing the digits for {output} ...")
-    splits, classes, provenance = generate(config.seed)
-    if config.split != PackConfig.split:
-        provenance["split"] = str(config.split)
-        train_images, train_labels = splits.pop("train")
-        test_images, test_labels = splits.pop("test")
-        images = np.concatenate([train_images, test_images])
-        labels = np.concatenate([train_labels, test_labels])
-        numbers = assign(ByClass(labels, len(classes)), config.split, config.seed)
-        for number in np.unique(numbers).tolist():
-            name = SPLITS[number]
-            rows = shuffled(np.flatnonzero(numbers == number), config.seed, "pack order", name)
-            splits[name] = (images[rows], labels[rows])
-    write_pack(output, splits, classes, provenance, overwrite=True)
 
 
 def pack_images(config: PackConfig, path: Path, output: Path) -> None:

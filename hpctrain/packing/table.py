@@ -31,8 +31,8 @@ def make_table(pack: Pack) -> Table:
     """Return a table by class or column, and split. Reads all targets.
 
     A class has its number of images, of several classes those that are known to have it; a column
-    of values has their range. Unknown entries are counted in a column of their own, if there are
-    some.
+    of values has their range and mean. Unknown entries are counted in a column of their own, if
+    there are some.
     """
     noun = "class"
     cells = count_by_class
@@ -45,7 +45,7 @@ def make_table(pack: Pack) -> Table:
     unknown = count_unknown(pack)
     if unknown.any():
         columns["unknown"] = [f"{count:,}" for count in unknown.tolist()]
-        totals.append("")
+    totals += [""] * (len(columns) - len(totals))
     table = Table(noun, *(Column(name, justify="right") for name in columns))
     if len(pack.targets.names) < NAMES_SHOWN:
         for row in zip(pack.targets.names, *columns.values(), strict=True):
@@ -65,11 +65,17 @@ def count_by_class(pack: Pack) -> dict[str, list[str]]:
 
 
 def ranges_of_columns(pack: Pack) -> dict[str, list[str]]:
-    """Return the range of the known values of each column, by split, and of all."""
+    """Return the range of the known values of each column, by split, and of all; and their mean."""
     ranges: dict[str, np.ndarray] = {}  # (2, T)
+    sums = np.zeros(len(pack.targets.names))
+    counts = np.zeros(len(pack.targets.names), np.int64)  # of known values
     for name in pack.splits:
+        pieces = list[np.ndarray]()
         with Split(pack, name, threads=1) as split:
-            pieces = [smallest_and_largest(piece) for piece in split.read_all_targets()]
+            for piece in split.read_all_targets():
+                pieces.append(smallest_and_largest(piece))
+                sums += np.nansum(piece, axis=0, dtype=np.float64)
+                counts += np.count_nonzero(~np.isnan(piece), axis=0)
         ranges[name] = smallest_and_largest(np.concatenate(pieces))
     ranges["all"] = smallest_and_largest(np.concatenate([*ranges.values()]))
     cells: dict[str, list[str]] = {}
@@ -77,6 +83,7 @@ def ranges_of_columns(pack: Pack) -> dict[str, list[str]]:
         cells[name] = [
             "unknown" if np.isnan(a) else f"{a:g} to {b:g}" for a, b in zip(low, high, strict=True)
         ]
+    cells["mean"] = [f"{mean:g}" for mean in sums / np.maximum(counts, 1)]
     return cells
 
 

@@ -141,11 +141,12 @@ def make_missing_packs(networks: list[SweepNetwork]) -> None:
             network.config.data,
             network.config.cache_dir,
             network.config.images,
+            network.config.task,
         )
         for network in networks
     }
-    for data, cache_dir, images in sorted(sources, key=str):
-        path = find_pack_path(data, cache_dir)
+    for data, cache_dir, images, task in sorted(sources, key=str):
+        path = find_pack_path(data, cache_dir, task)
         if images is None:
             read_pack(path)
 

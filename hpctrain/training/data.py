@@ -102,7 +102,7 @@ def find_pack(config: Config, begun: Plan | None) -> Pack:
 
     The splits of a run that was `begun` stay as they are.
     """
-    path = find_pack_path(config.data, config.cache_dir)
+    path = find_pack_path(config.data, config.cache_dir, config.task)
     labels = config.labels
     if config.targets is not None:
         labels = ",".join(config.targets)

@@ -363,10 +363,10 @@ def test_a_pack_is_described_by_its_classes_or_the_ranges_of_its_columns(tmp_pat
     ]
     labels *= [1.5, 3]
     assert table(labels, others, columns=["age", "mass"]) == [
-        ["column", "train", "test", "all", "unknown"],
-        ["age", "0 to 1.5", "unknown", "0 to 1.5", "9"],
-        ["mass", "0 to 3", "0 to 0", "0 to 3", "0"],
-        ["images", "101", "9", "110", ""],
+        ["column", "train", "test", "all", "mean", "unknown"],
+        ["age", "0 to 1.5", "unknown", "0 to 1.5", "0.594059", "9"],
+        ["mass", "0 to 3", "0 to 0", "0 to 3", "1.93636", "0"],
+        ["images", "101", "9", "110", "", ""],
     ]
     assert len(table(np.ones((ROWS, 40)), np.ones((9, 40)), classes=names(40))) == 2
 

@@ -138,6 +138,10 @@ def folder(tmp_path, monkeypatch):
         archive.add(tmp_path / "photos", "photos")
     with open(tmp_path / "labels.csv", "w", newline="") as file:
         csv.writer(file).writerows([("path", "label"), *labels])
+    with open(tmp_path / "patients.csv", "w", newline="") as file:
+        rows = [(f"photos/{path}", label, 40.5, "") for path, label in labels]
+        rows[0] = (rows[0][0], "daisy;?rose", 39, 70)
+        csv.writer(file).writerows([("path", "labels", "age", "mass"), *rows])
     arrays = {}
     for name, count in {"train": 80, "test": 20}.items():
         images = rng.integers(0, 255, (count, 28, 28), dtype=np.uint8)
@@ -189,7 +193,7 @@ def prepare(name, settings):
                     labels = np.stack([labels % 2, labels % 3 == 0], axis=1)
                 for number, target in enumerate(settings.targets or [settings.labels]):
                     file[target.format(split=split)] = labels + number
-    elif data and not Path(data).exists():
+    elif data not in ("", "shapes") and not Path(data).exists():
         make_pack(Path(data), ROWS, shape, 3)
     init = getattr(settings, "init", None) or ""
     if init.endswith(".pth") and not Path(init).exists():
