@@ -10,12 +10,15 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 
+import hpctrain as hp
 from tests.support.launch import Job, as_flags, mpirun
 from tests.support.launches import check_same, launch, notes, run_of
+from tests.support.packs import draw_entries
 from tests.support.ranks import command
-from tests.support.short import records, short_run
+from tests.support.short import ROWS, records, short_run
 from tests.support.spoil import SPOILT, spoil
 from tests.support.wait import wait_for
 
@@ -92,6 +95,26 @@ def test_a_run_that_is_asked_to_leave_resumes_to_the_same_bits(settings, whole, 
     expected = (0, "stopped") if way == "stop file" else (75, "preempted")
     assert (ended.code, ended.status) == expected and 0 < ended.step < 14
     check_end(settings, whole, size)
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regress"])
+def test_a_run_with_unknown_targets_is_interrupted_twice_and_ends_with_the_same_bits(
+    pack, tmp_path, task
+):
+    """The means and deviations of values are those of the first launch."""
+    splits, names = {}, {"classes": ["a", "b", "c"]}
+    if task == "regress":
+        names = {"columns": ["sum", "share"]}
+    for split, rows in ROWS.items():
+        images, present, values = draw_entries(np.random.default_rng(rows), rows, (12, 12, 1))
+        splits[split] = images, present if task == "multilabel" else values
+    hp.write_pack(tmp_path / "entries.h5", splits, **names)
+    settings = pack | {"data": str(tmp_path / "entries.h5"), "runs_dir": str(tmp_path / "runs")}
+    settings |= {"task": task, "ema": 0.9, "final": "ema"}
+    assert launch(settings | {"run": "whole"}, LAUNCHED).code == 0
+    assert launch(settings, LAUNCHED, leave=3).code == 75
+    assert launch(settings, 3, leave=4).code == 75
+    check_end(settings, settings | {"run": "whole"}, 1)
 
 
 @pytest.mark.parametrize("whom", ["rank", "mpirun"])

@@ -23,6 +23,23 @@ def draw_images(rng, rows, shape, classes):
     return images, labels
 
 
+def draw_entries(rng, rows, shape):
+    """Images that can be learnt, which of three classes they have, (rows, 3) uint8, and two values,
+    (rows, 2) float32. Of both a fourth is unknown, and all of the first rows.
+    """
+    present = rng.integers(0, 2, (rows, 3), dtype=np.uint8)
+    images = rng.integers(0, 100, (rows, *shape), dtype=np.uint8)
+    for image, bands in zip(images, present, strict=True):
+        for band, is_bright in zip(np.array_split(image, 3), bands, strict=True):
+            band += 120 * is_bright
+    values = np.stack([1000 + 50 * present.sum(1), images.mean((1, 2, 3)) / 255], 1)
+    values = values.astype(np.float32)
+    for targets, unknown in ((present, 255), (values, np.nan)):
+        targets[rng.random(targets.shape) < 0.25] = unknown
+        targets[:6] = unknown
+    return images, present, values
+
+
 def make_pack(
     path: Path,
     rows: dict[str, int],
