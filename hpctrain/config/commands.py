@@ -35,7 +35,13 @@ class EvaluateConfig(NetworkConfig):
     metric: str | None = option("metric, module:function; default: as in training")
     output: str | None = option("write the figures to this JSON file, too")
     mistakes: int = option(
-        "draw the N most confident mistakes, .png beside --output or weights", 0, "[0, 1000]"
+        "draw the N most confident mistakes, or of values the largest errors, .png beside --output"
+        " or weights",
+        0,
+        "[0, 1000]",
+    )
+    plot: str | None = option(
+        "plot ROC and precision by class, or predicted by true values: .png, .svg or .pdf"
     )
 
 

@@ -39,6 +39,7 @@ from hpctrain.parallel.device import choose_device
 from hpctrain.parallel.hosts import share_cores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
+from hpctrain.report.find import NETWORK_FILE
 from hpctrain.report.record import value_in, without_nonfinite
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
@@ -113,12 +114,13 @@ def evaluate(
     comm: Comm,
     go_on: Callable[[], bool] = lambda: True,
     mistakes: int = 0,
+    has_plot: bool = False,
     most: int | None = None,
 ) -> Evaluation | None:
     """Evaluate a network in its task over all samples of a split. Collective.
 
-    The result includes the `mistakes` most confident wrong answers, of equal ones the first rows.
-    It is that of at most `most` blocks, if they are limited.
+    The result includes the `mistakes` worst answers, of equal ones the first rows, and with
+    `has_plot` what `Task.plot` draws. It is that of at most `most` blocks, if they are limited.
     `go_on` is called before each block; if it returns False on any rank, that rank's other blocks
     are skipped, and all ranks return None. Raises RunError on all ranks for samples that are
     corrupt or not finite, and UsageError if the metric did not name the same figures for all
@@ -130,6 +132,8 @@ def evaluate(
         blocks = min(blocks, most)
     numbers = range(blocks * comm.rank // comm.size, blocks * (comm.rank + 1) // comm.size)
     tallies = task.tallies(mistakes)
+    if has_plot:
+        tallies += task.plot_tallies()
     bad = Bad()
     blocks_done = 0
 
@@ -316,13 +320,23 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
         task = network.inference.task
         if config.mistakes and not task.has_mistakes:
             raise agreed(
-                UsageError(f"--mistakes shows wrong classes, and this network {task.facts.use}")
+                UsageError(f"--mistakes shows wrong answers, and this network {task.facts.use}")
             )
+        if config.plot and not task.plotted:
+            raise agreed(
+                UsageError(f"--plot shows classes or values, and this network {task.facts.use}")
+            )
+        if config.plot:
+            from hpctrain.report.figures import check_name
+
+            on_root(comm, check_name, Path(config.plot), "--plot")
         with open_split(network, config, comm) as split:
             functions = import_functions(network, config, comm)
             task = replace(task, **functions, has_all_figures=True)
             inference = network.inference._replace(task=task)
-            result = evaluate(inference, split, comm, mistakes=config.mistakes)
+            result = evaluate(
+                inference, split, comm, mistakes=config.mistakes, has_plot=config.plot is not None
+            )
             assert result is not None  # no block was skipped
 
             def write() -> None:
@@ -332,6 +346,8 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                     default = network.path.with_name("mistakes.png")
                     picture = picture_path(config.output, default)
                     draw_mistakes(picture, result, task, split, network)
+                if config.plot:
+                    plot_answers(Path(config.plot), result, task, split, network.path)
                 if config.output:
                     output = Path(config.output)
                     write_evaluation(output, result, split.pack, network.path, config.split)
@@ -372,8 +388,21 @@ def draw_mistakes(
         say(f"{split.name}: no mistakes to draw")
         return
     lines = draw_answers(path, split, captions, network)
-    last = f"{path}: the {len(lines):,} most confident of {total:,} mistakes"
+    last = f"{path}: the {len(lines):,} {task.worst.format(total=f'{total:,}')}"
     say("\n".join([*lines, last]))
+
+
+def plot_answers(path: Path, result: Evaluation, task: Task, split: Split, model: Path) -> None:
+    """Write the figure of an evaluation, and print a line."""
+    from hpctrain.report.figures import save  # which training does not need
+
+    name = model.parent.name if model.name == NETWORK_FILE else model.name
+    figure = task.plot(result.tallies, f"{name}, split {split.name}, {result.rows:,} images")
+    if figure is None:
+        say(f"{split.name}: nothing to plot, as no class has samples of both kinds")
+        return
+    save(figure, path)
+    say(f"{path}: {task.plotted}")
 
 
 def draw_answers(

@@ -209,7 +209,7 @@ def plot_training(networks: Sequence[RunCurves], panels: Sequence[str], overlay:
                     [],
                     [],
                     color=colour,
-                    label=f"{_label(network.name, 30)}: {network.summary}",
+                    label=f"{label_text(network.name, 30)}: {network.summary}",
                 )
                 for network, colour in zip(networks, turbo, strict=True)
             ],
@@ -221,7 +221,7 @@ def plot_training(networks: Sequence[RunCurves], panels: Sequence[str], overlay:
         return figure
     longest = 80 if columns == 1 else 30
     for axes, network in zip(grid[0], networks, strict=True):
-        axes.set_title(f"{_label(network.name, longest)}\n{network.summary}")
+        axes.set_title(f"{label_text(network.name, longest)}\n{network.summary}")
     handles = [Line2D([], [], color=BLUE, label="training")]
     if any(len(dots) for network in networks for _, dots in network.curves.values()):
         handles.append(Line2D([], [], **DOTS, color=VERMILLION, label="validation"))
@@ -244,13 +244,13 @@ def _set_axes(row: Sequence[Any], name: str, curves: list[np.ndarray], overlay: 
         row[0].set(ylim=(0, 100), yticks=range(0, 101, 20))
     else:
         row[0].set_ylim(bottom=min(0.0, low))
-    row[0].set_ylabel(f"{name} (%)" if name in PERCENT else _label(name, 40))
+    row[0].set_ylabel(f"{name} (%)" if name in PERCENT else label_text(name, 40))
     for axes in row:
         axes.grid(color="0.88", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def _label(name: str, most: int) -> str:
+def label_text(name: str, most: int) -> str:
     """Shorten a name to one line in which matplotlib finds no formula."""
     return brief(name, most).replace("$", r"\$")
 
@@ -317,7 +317,7 @@ def plot_confusion(networks: Sequence[ConfusionMatrix], split: str) -> Any:
         if len(network.classes) <= NUMBERED:
             _write_counts(axes, counts, shares)
         if len(network.classes) <= NAMED:
-            labels = [_label(name, 22) for name in network.classes]
+            labels = [label_text(name, 22) for name in network.classes]
             turned = 90 if max(map(len, labels)) > 3 else 0
             axes.set_xticks(range(len(labels)), labels, rotation=turned)
             axes.set_yticks(range(len(labels)), labels)
@@ -325,7 +325,7 @@ def plot_confusion(networks: Sequence[ConfusionMatrix], split: str) -> Any:
         axes.set(xlabel="predicted class", ylabel="true class")
         total = counts.sum()
         right = 100.0 * np.trace(counts) / max(total, 1)
-        axes.set_title(f"{_label(network.name, 40)}\n{split}: {right:.2f} % of {total:,}")
+        axes.set_title(f"{label_text(network.name, 40)}\n{split}: {right:.2f} % of {total:,}")
     figure.colorbar(
         image,
         label="share of the true class (%)",

@@ -141,6 +141,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
         "balanced_accuracy": ACCURACY,  # mean recall, where classes are weighted or sampled alike
         **dict.fromkeys(AREAS, ACCURACY),
+        **dict.fromkeys(("relative_mae", "r2", "mae", "rmse"), METRIC),  # of values
         "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
         "rows": EXACT_COUNT,
         "seconds": NUMBER,

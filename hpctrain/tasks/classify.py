@@ -34,6 +34,7 @@ class Classify(Task):
 
     sums: ClassVar[Mapping[str, type]] = {"correct": int}
     output: ClassVar[str] = "scores"
+    plotted: ClassVar[str] = "ROC, and precision and recall, by class"
     has_mistakes: ClassVar[bool] = True
 
     @classmethod
@@ -151,6 +152,17 @@ class Classify(Task):
     def describe(self, figures: Mapping[str, Any]) -> str:
         losses = {name: figures[name] for name in ("loss", "unweighted_loss") if name in figures}
         return super().describe(losses | {**figures})
+
+    def plot_tallies(self) -> list[Tally]:
+        from hpctrain.tasks.curves import ExclusiveCurves  # which training does not need
+
+        return [ExclusiveCurves(self.classes)]
+
+    def plot(self, tallies: Sequence[Tally], title: str) -> Any:
+        """Return a figure of the ROC and precision-recall curves of the classes."""
+        from hpctrain.tasks.curves import plot_classes
+
+        return plot_classes(tallies, title)
 
     # Answering
 

@@ -17,8 +17,9 @@ from hpctrain.data.targets import UNKNOWN
 from hpctrain.errors import UsageError
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.entries import EntriesTask
-from hpctrain.tasks.scores import Scores
-from hpctrain.tasks.tally import Block, Tally, two_sums
+from hpctrain.tasks.mistakes import WrongEntries
+from hpctrain.tasks.scores import Scores, logit
+from hpctrain.tasks.tally import Block, Tally, find_tally, two_sums
 from hpctrain.tasks.task import Caption
 from hpctrain.text import brief, counted, listed
 
@@ -34,6 +35,9 @@ class Multilabel(EntriesTask):
     thresholds: tuple[float, ...] = ()  # (K,) probabilities from which classes count as present
 
     output: ClassVar[str] = "scores"
+    has_mistakes: ClassVar[bool] = True
+    worst: ClassVar[str] = "most confident of {total} wrong entries"
+    plotted: ClassVar[str] = "ROC, and precision and recall, by class"
 
     @classmethod
     def from_settings(
@@ -115,8 +119,35 @@ class Multilabel(EntriesTask):
         return {**sums, "unweighted_loss": two_sums(unweighted.sum(), count)}
 
     def tallies(self, mistakes: int = 0) -> list[Tally]:
-        thresholds = [math.log(p / (1 - p)) for p in self.thresholds]
-        return [*super().tallies(), Scores(self.names, thresholds)]
+        thresholds = [*map(logit, self.thresholds)]
+        tallies = [*super().tallies(), Scores(self.names, thresholds)]
+        if mistakes:
+            tallies.append(WrongEntries(self.is_present, mistakes))
+        return tallies
+
+    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Caption], int]:
+        tally = find_tally(tallies, WrongEntries)
+        if tally is None:
+            return super().mistakes(tallies)
+        captions = []
+        for entry in tally.worst:
+            name = self.names[entry.number]
+            truth = f"not {name}" if entry.is_present else name
+            answer = name if entry.is_present else f"not {name}"
+            lines = (f"true: {truth}", f"answer: {answer}", f"{100 * entry.probability:.1f} %")
+            captions.append(Caption(entry.row, lines, is_wrong=True))
+        return captions, tally.total
+
+    def plot_tallies(self) -> list[Tally]:
+        from hpctrain.tasks.curves import Curves  # which training does not need
+
+        return [Curves(self.names)]
+
+    def plot(self, tallies: Sequence[Tally], title: str) -> Any:
+        """Return a figure of the ROC and precision-recall curves of the classes."""
+        from hpctrain.tasks.curves import plot_classes
+
+        return plot_classes(tallies, title)
 
     # Answering
 

@@ -23,10 +23,12 @@ from hpctrain.errors import UsageError
 from hpctrain.plan import TargetScaling
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.entries import EntriesTask
-from hpctrain.tasks.residuals import Residuals
-from hpctrain.tasks.tally import Block, Tally
+from hpctrain.tasks.residuals import SAMPLE, Residuals
+from hpctrain.tasks.tally import Block, Tally, find_tally
 from hpctrain.tasks.task import Caption
 from hpctrain.text import counted
+
+MOST_VALUES = 2  # of a caption
 
 
 class Restore(nn.Module):
@@ -50,6 +52,9 @@ class Regress(EntriesTask):
     restore: Restore | None = None  # None = values are not scaled
 
     output: ClassVar[str] = "values"
+    has_mistakes: ClassVar[bool] = True
+    worst: ClassVar[str] = "images of the largest errors"
+    plotted: ClassVar[str] = "predicted values by true ones"
 
     @classmethod
     def from_settings(
@@ -115,7 +120,44 @@ class Regress(EntriesTask):
 
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         _, deviations = self.scaling
-        return [*super().tallies(), Residuals(self.names, deviations, self.restored)]
+        return [*super().tallies(), Residuals(self.names, deviations, self.restored, mistakes)]
+
+    def plot(self, tallies: Sequence[Tally], title: str) -> Any:
+        """Return a figure of the values that the network answers, by the true ones."""
+        from hpctrain.report.answer_plots import ValuePairs, plot_values  # not for training
+
+        tally = find_tally(tallies, Residuals)
+        assert tally is not None
+        if len(tally.sample.rows) == SAMPLE:
+            title += f", {SAMPLE:,} of them drawn"
+        columns = []
+        for number, (name, figures) in enumerate(zip(self.names, tally.by_column, strict=True)):
+            true = tally.sample.true[:, number]
+            is_known = ~np.isnan(true)
+            columns.append(
+                ValuePairs(
+                    name=name,
+                    true=true[is_known],
+                    predicted=tally.sample.predicted[is_known, number],
+                    mae=figures.mae,
+                    r2=figures.r2,
+                )
+            )
+        return plot_values(columns, title)
+
+    def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Caption], int]:
+        """Return captions of the images with the largest errors, the worst columns first."""
+        tally = find_tally(tallies, Residuals)
+        assert tally is not None
+        captions = []
+        for estimate in tally.worst:
+            true = np.array(estimate.true)
+            predicted = np.array(estimate.predicted)
+            errors = tally.relative_errors(true, predicted)
+            columns = np.argsort(-errors, kind="stable").tolist()
+            lines = self.value_lines(predicted, true, columns)
+            captions.append(Caption(estimate.row, lines, is_wrong=False))
+        return captions, len(captions)
 
     # Answering
 
@@ -140,12 +182,22 @@ class Regress(EntriesTask):
         """Return the values that are answered, and the true ones, if they are known."""
         captions = []
         for number in np.flatnonzero(chosen).tolist():
-            lines = [
-                f"{name}: {value:.4g}"
-                for name, value in zip(self.names, answers[number], strict=True)
-            ]
-            if block.targets is not None:
-                true = [f"{value:.4g}" for value in block.targets[number]]
-                lines = [f"{line} (true {value})" for line, value in zip(lines, true, strict=True)]
-            captions.append(Caption(int(block.rows[number]), tuple(lines), is_wrong=False))
+            true = None if block.targets is None else block.targets[number]
+            lines = self.value_lines(answers[number], true, [*range(len(self.names))])
+            captions.append(Caption(int(block.rows[number]), lines, is_wrong=False))
         return captions
+
+    def value_lines(
+        self, answer: np.ndarray, true: np.ndarray | None, columns: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Return lines for the first of these columns of values (T,), at most `MOST_VALUES`."""
+        lines = []
+        for number in columns[:MOST_VALUES]:
+            lines.append(f"{self.names[number]}: {answer[number]:.4g}")
+            if true is not None:
+                is_known = not np.isnan(true[number])
+                lines.append(f"true: {true[number]:.4g}" if is_known else "true: unknown")
+        others = len(columns) - MOST_VALUES
+        if others > 0:
+            lines.append(f"and {counted(others, 'other')}")
+        return tuple(lines)

@@ -120,14 +120,20 @@ class Residuals(Tally):
             for sums, deviation in zip(by_column, self._deviations.tolist(), strict=True)
         ]
 
+    def relative_errors(self, true: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        """Return absolute errors (n, T) in deviations: 0 where unknown, infinite for NaN."""
+        errors = np.abs(predicted - true) / self._deviations
+        is_known = ~np.isnan(true)
+        errors[is_known & np.isnan(errors)] = math.inf
+        return np.where(is_known, errors, 0)
+
     def _estimates(self, pairs: Pairs) -> list[Estimate]:
         """Return the worst rows of a block."""
         if not self._most:
             return []
-        relative = np.abs(pairs.predicted - pairs.true) / self._deviations
         is_known = ~np.isnan(pairs.true)
-        relative[is_known & np.isnan(relative)] = math.inf
-        errors = np.where(is_known, relative, 0).sum(1) / np.maximum(is_known.sum(1), 1)
+        relative = self.relative_errors(pairs.true, pairs.predicted)
+        errors = relative.sum(1) / np.maximum(is_known.sum(1), 1)
         chosen = np.argsort(-errors, kind="stable")[: self._most]
         chosen = chosen[is_known[chosen].any(1)]
         columns = [values.tolist() for values in pairs.take(chosen)]

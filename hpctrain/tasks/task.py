@@ -68,6 +68,10 @@ class Task(ABC):
     gives_images: ClassVar[bool] = False
     #: Whether `tallies` finds the worst answers.
     has_mistakes: ClassVar[bool] = False
+    #: What these are called, of "{total}".
+    worst: ClassVar[str] = "most confident of {total} mistakes"
+    #: What `plot` draws of an evaluation; "" = nothing.
+    plotted: ClassVar[str] = ""
 
     @classmethod
     def name(cls) -> str:
@@ -244,6 +248,14 @@ class Task(ABC):
         assert self.metric is not None
         figures = compute_metric(self.metric, *self.in_units(outputs, targets))
         return {name: values_and_weights.sum(1) for name, values_and_weights in figures.items()}
+
+    def plot_tallies(self) -> list[Tally]:
+        """Return the tallies that `plot` needs beside those of `tallies`."""
+        return []
+
+    def plot(self, tallies: Sequence[Tally], title: str) -> Any:
+        """Return a figure of merged tallies; None if there is nothing to draw, as by default."""
+        return None
 
     def mistakes(self, tallies: Sequence[Tally]) -> tuple[list[Caption], int]:
         """Return captions of the worst answers in merged tallies, and how many are wrong.

@@ -147,6 +147,8 @@ def test_images_are_restored_into_a_folder(trained, tmp_path, ranks):
     restored = {path.name: np.asarray(Image.open(path)).shape for path in output.iterdir()}
     assert len(restored) == 5 and set(restored.values()) == {(28, 28)}
     assert {"000000-0.png", "000003-0.png", "000002-2.png", "000005-2.png"} < set(restored)
+    ended = command(ranks, "evaluate", *words[:1], "--plot", tmp_path / "none.png")
+    assert ended.code == 2 and "--plot shows classes or values, and this network" in ended.err
     ended = command(ranks, "predict", *words, "--output", tmp_path / "none.h5")
     assert ended.code == 2 and "none.h5: this network restores images: give a folder" in ended.err
     ended = command(ranks, "predict", *words[:1], "--output", tmp_path / "none")

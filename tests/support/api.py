@@ -205,10 +205,12 @@ __all__ += ["Facts", "check_memory", "extend_plan", "read_plan", "resolve_plan"]
 # What an evaluation adds up
 import numpy as np
 
+from hpctrain.report.answer_plots import plot_curves, plot_values
+from hpctrain.tasks.curves import Curves
 from hpctrain.tasks.residuals import Residuals
 from hpctrain.tasks.scores import Scores
 
-__all__ += ["Residuals", "Scores", "tallied"]
+__all__ += ["Curves", "Residuals", "Scores", "plot_curves", "plot_values", "tallied"]
 
 
 def tallied(comm, tally, rows, measured):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 import hpctrain as hp
-from tests.support.api import command_line
+from tests.support.api import Curves, command_line, plot_curves, plot_values, tallied
 from tests.support.ranks import command
 from tests.tools.test_one_answer import SIDE, train
 
@@ -150,3 +153,137 @@ def test_answers_that_cannot_be_written_leave_no_file(runs, tmp_path, capfd):
     assert command_line([*given, f"--output={tmp_path / 'no' / 'answers.h5'}"]) == 1
     assert "answers.h5 cannot be written: No such file" in capfd.readouterr().err
     assert not [*Path(tmp_path).iterdir()]
+
+
+# evaluate
+
+
+def evaluate(run, tmp_path, *words, ranks=1):
+    """What `evaluate` prints, and its JSON."""
+    output = tmp_path / f"{ranks}.json"
+    given = ["evaluate", run, "--trust-code", "--threads=1", "--batch-size=4", *words]
+    ended = command(ranks, *given, f"--output={output}")
+    assert ended.code == 0, ended.err
+    return ended.out, json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regress"])
+def test_figures_and_pictures_are_the_same_on_any_ranks(runs, tmp_path, task):
+    results = []
+    for ranks in (1, 3):
+        plot = tmp_path / f"{ranks}.svg"
+        printed, figures = evaluate(
+            runs[task], tmp_path, "--mistakes=5", f"--plot={plot}", ranks=ranks
+        )
+        lines = [line for line in printed.splitlines() if line.startswith("row ")]
+        picture = np.asarray(Image.open(tmp_path / f"{ranks}.png"))
+        results.append((figures, lines, picture.tolist()))
+        assert f"{plot}: " in printed and "<svg" in plot.read_text()
+    assert results[0] == results[1] and len(results[0][1]) == 5
+    names = COLUMNS if task == "regress" else CLASSES
+    table = results[0][0]["per_column" if task == "regress" else "per_class"]
+    assert [row.get("column", row.get("class")) for row in table] == [*names]
+
+
+def test_mistakes_are_the_most_confident_wrong_entries(runs, tmp_path):
+    """Unknown ones are neither right nor wrong."""
+    printed, _ = evaluate(runs["multilabel"], tmp_path, "--mistakes=1000")
+    assert command_line(["predict", str(runs["multilabel"]), "--trust-code", "--threads=1",
+                         f"--output={tmp_path / 'a.h5'}"]) == 0  # fmt: skip
+    with h5py.File(tmp_path / "a.h5") as file:
+        answers = file["probabilities"][:].astype(float)
+        targets = file["targets"][:]
+    present = answers >= 0.5
+    wrong = np.argwhere((present != targets) & (targets != 255))
+    confidence = np.where(present, answers, 1 - answers)[tuple(wrong.T)]
+    expected = []
+    for place in np.argsort(-confidence, kind="stable"):
+        row, number = wrong[place]
+        name = CLASSES[number]
+        truth, answer = (f"not {name}", name) if present[row, number] else (name, f"not {name}")
+        share = 100 * confidence[place]
+        expected.append(f"row {row}, true: {truth}, answer: {answer}, {share:.1f} %")
+    lines = [line for line in printed.splitlines() if line.startswith("row ")]
+    assert lines == expected and len(lines) > 10
+    assert f"the {len(lines)} most confident of {len(lines)} wrong entries" in printed
+
+
+def test_the_worst_values_are_those_of_the_largest_errors_in_deviations(runs, tmp_path):
+    printed, _ = evaluate(runs["regress"], tmp_path, "--mistakes=4")
+    given = ["predict", str(runs["regress"]), "--trust-code", "--threads=1"]
+    assert command_line([*given, f"--output={tmp_path / 'a.h5'}"]) == 0
+    with h5py.File(tmp_path / "a.h5") as file:
+        answers = file["values"][:].astype(float)
+        true = file["targets"][:].astype(float)
+    with hp.Split(hp.read_pack(runs["regress"].parent / "regress.h5"), "train") as split:
+        deviations = np.nanstd(split.read_targets(np.arange(80)).astype(float), axis=0)
+    errors = np.abs(answers - true) / deviations
+    rows = np.argsort(-np.nanmean(errors, axis=1))[:4].tolist()
+    lines = [line for line in printed.splitlines() if line.startswith("row ")]
+    assert [int(line.split(",")[0][4:]) for line in lines] == rows
+    worst = int(np.nanargmax(errors[rows[0]]))
+    value = f"{COLUMNS[worst]}: {answers[rows[0], worst]:.4g}, true: {true[rows[0], worst]:.4g}"
+    assert lines[0].startswith(f"row {rows[0]}, {value}")
+    assert "the 4 images of the largest errors" in printed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rows", [200, 5000])
+def test_curves_are_those_of_scikit_learn(comm, rows):
+    """Of many points, some are left out; with scores that occur several times."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    generator = np.random.default_rng(0)
+    targets = generator.integers(0, 2, (rows, 2)).astype("u1")
+    scores = (targets + generator.normal(0, 1, (rows, 2))).round(3).astype("f4")
+    targets[::5, 0] = 255
+    targets[:, 1] = 1  # a class without others has no curve
+    tally = tallied(
+        comm, Curves("ab"), rows, lambda chosen: (targets[chosen], {"scores": scores[chosen]})
+    )
+    if comm.rank:
+        return
+    (curve,) = tally.curves
+    known = targets[:, 0] != 255
+    given = targets[known, 0], scores[known, 0]
+    false, true, _ = metrics.roc_curve(*given, drop_intermediate=False)
+    precision, recall, _ = metrics.precision_recall_curve(*given)
+    of_all = {
+        "roc": np.stack([false, true], axis=1),
+        "precision": np.stack([recall, precision], axis=1)[::-1][1:],
+    }
+    for name, points in of_all.items():
+        drawn = getattr(curve, name)
+        assert np.allclose(drawn[-1], points[-1]) and drawn[0, 0] == 0
+        distances = np.abs(drawn[1:, None] - points).sum(2).min(1)
+        assert distances.max() < 1e-12
+        assert len(drawn) <= 500 and (rows > 500 or len(drawn) >= len(points))
+    assert curve.auroc == pytest.approx(metrics.roc_auc_score(*given), abs=1e-12)
+
+
+def test_pictures_of_many_columns_and_classes():
+    generator = np.random.default_rng(0)
+    values = [
+        SimpleNamespace(name=f"c{n}", true=true, predicted=true + 1, mae=1.0, r2=0.1)
+        for n, true in enumerate(generator.normal(size=(14, 9)))
+    ]
+    values[0].true = np.empty(0)
+    values[0].predicted = np.empty(0)
+    values[1].predicted[3] = np.nan
+    figure = plot_values(values, "run")
+    assert sum(axes.get_visible() for axes in figure.axes) == 12
+    assert "12 of 14 columns" in figure.get_suptitle()
+    line = np.array([[0.0, 0.0], [1.0, 1.0]])
+    curves = [
+        SimpleNamespace(name=f"k{n}", auroc=0.5, average_precision=n / 20, roc=line, precision=line)
+        for n in range(14)
+    ]
+    (legend,) = plot_curves(curves, "run").legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts[0].startswith("k0:") and texts[-1] == "4 others, of larger AP"
+
+
+def test_a_plot_that_cannot_be_made_is_refused(runs, tmp_path, capfd):
+    for name, text in (("a.txt", "give a name that ends in"), ("no/a.png", "there is no folder")):
+        given = ["evaluate", str(runs["regress"]), "--trust-code", f"--plot={tmp_path / name}"]
+        assert command_line(given) == 2
+        assert text in capfd.readouterr().err
