@@ -86,6 +86,10 @@ USUAL_OF_MATLAB = {3: "NWH", 4: "NCWH"}
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS = 1000
 MIN_BLOCKS_OF_CLASS = 20
+# Classes that are likely values: so many different numbers, each of so few images.
+MANY_CLASSES = 100
+FEW_IMAGES = 10
+LEARN_VALUES = "--task regress learns values"
 
 
 class ExternalContent(NamedTuple):
@@ -130,6 +134,11 @@ def make_pack(path: str, content: ExternalContent, options: ExternalOptions) -> 
     if options.kind == "class":
         values = np.unique(content.labels[train])
         targets = name_classes(values)
+        most = max(MANY_CLASSES, len(content.labels[train]) // FEW_IMAGES)
+        if values.dtype.kind == "i" and len(values) > most:
+            content.notes.append(
+                f"its {len(values):,} different labels are taken for classes: {LEARN_VALUES}"
+            )
     else:
         targets = Targets(options.kind, content.columns)
         content.notes.extend(check_known(path, targets, content.labels[train]))
@@ -652,6 +661,9 @@ def draw_splits(
             advice = chunk_advice(images, one_of_them)
     else:
         splits = assign(strata, shares, options.seed)
+        if any(LEARN_VALUES in note for note in pack.provenance["notes"]):
+            count = f"{len(pack.classes):,} different labels"
+            advice = f"give it a larger share; {count} are taken for classes: {LEARN_VALUES}"
     drawn: dict[str, np.ndarray] = {}
     for position, name in enumerate(SPLITS):
         rows = everything[splits == position]

@@ -151,15 +151,18 @@ class FileSetRows:
     opened before must not have been changed since.
     """
 
-    def __init__(self, files: FileSet, images: Stored) -> None:
-        """Read `images` (N, ...), whose rows are those of the files."""
+    def __init__(self, files: FileSet, images: Stored, readers: int = 1) -> None:
+        """Read `images` (N, ...), whose rows are those of the files.
+
+        With several `readers` of one dataset each, all of them have MOST_OPEN files open at most.
+        """
         self._files = files
         self._images = images
         most = int(files.chunk_rows.max())
         self._cached = max(LEAST_CACHED, 2 * most * images.row_bytes)  # of a file, by HDF5
-        self._most_open = MOST_OPEN
+        self._most_open = max(1, MOST_OPEN // readers)
         if not files.offsets.all():
-            self._most_open = max(1, min(MOST_OPEN, MOST_CACHED // self._cached))
+            self._most_open = max(1, min(MOST_OPEN, MOST_CACHED // self._cached) // readers)
         self._threads = make_pool(THREADS, "files")  # starts none before it is used
         self._lock = threading.Lock()
         self._readers: OrderedDict[int, RowReader] = OrderedDict()  # idle, the oldest first

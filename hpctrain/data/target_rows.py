@@ -46,7 +46,7 @@ class TargetRows:
         self._readers: list[RowReader] = []
         try:
             for part in targets.parts:
-                self._readers.append(open_columns(part, sizes))
+                self._readers.append(open_columns(part, sizes, len(targets.parts)))
         except BaseException:
             self.close()
             raise
@@ -66,10 +66,10 @@ class TargetRows:
             reader.close()
 
 
-def open_columns(part: TargetColumns, sizes: Mapping[str, int]) -> RowReader:
-    """Return the reader of a dataset of targets. Raises UsageError."""
+def open_columns(part: TargetColumns, sizes: Mapping[str, int], readers: int) -> RowReader:
+    """Return the reader of a dataset of targets, one of several `readers`. Raises UsageError."""
     if part.files is not None:
-        return FileSetRows(part.files, part.stored)
+        return FileSetRows(part.files, part.stored, readers)
     if part.stored.offset:
         return OffsetRows(File(part.path, sizes[part.path]), part.stored)
     from hpctrain.data.hdf5 import Hdf5Rows  # imports h5py

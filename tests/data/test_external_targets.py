@@ -123,6 +123,21 @@ def test_several_datasets_are_columns_with_their_names(tmp_path):
     check_targets(pack, np.column_stack([mass, sizes, age]).astype("f4"))
 
 
+@pytest.mark.parametrize("columns", [3, MANY])
+@pytest.mark.parametrize("storage", STORAGE)
+def test_targets_may_be_in_another_file_or_made_of_other_datasets(tmp_path, columns, storage):
+    targets = draw_classes(columns)
+    write_targets(tmp_path / "b.h5", targets, **STORAGE[storage])
+    layout = h5py.VirtualLayout(targets.shape, "u1")
+    layout[...] = h5py.VirtualSource(tmp_path / "b.h5", "y", targets.shape)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = IMAGES
+        file["linked"] = h5py.ExternalLink("b.h5", "y")
+        file.create_virtual_dataset("virtual", layout)
+    for name in ("linked", "virtual"):
+        check_targets(read(tmp_path / "a.h5", labels=name, kind="classes", block_rows=0), targets)
+
+
 @pytest.mark.parametrize("kind", ["classes", "values"])
 @pytest.mark.parametrize("columns", [3, MANY])
 def test_splits_of_the_file_have_targets_of_their_own(tmp_path, kind, columns):
@@ -232,6 +247,14 @@ def test_unknown_and_constant_entries_are_said(tmp_path):
     path = write_targets(tmp_path / "b.h5", values)
     note = images_note(read(path, labels="t,u", kind="values"))
     assert "values of /t are rounded to float32" in note and "/u" not in note
+
+
+def test_numbers_that_are_likely_values_are_said(tmp_path):
+    path = write_targets(tmp_path / "a.h5", np.arange(ROWS) // 2)
+    said = "106 different labels are taken for classes: --task regress learns values"
+    assert said in images_note(read(path, split="1", block_rows=0))
+    with pytest.raises(hp.UsageError, match=said):
+        read(path, split="0.9,0.1", block_rows=0)
 
 
 def test_a_rare_class_that_a_split_lacks_is_named(tmp_path):
