@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import hpctrain as hp
-from tests.support.api import images_note
-from tests.support.external import pixels, read, write
+from tests.support.api import images_note, open_few_files
+from tests.support.external import open_files, pixels, read, write
 
 ROWS = 211
 IMAGES, LABELS = pixels(ROWS)
@@ -48,6 +48,12 @@ def write_targets(path, targets, images=IMAGES, fill=None, **storage):
             if fill is not None:
                 file[name].attrs["_FillValue"] = values.dtype.type(fill)
     return path
+
+
+def changed(values, place, value):
+    values = values.copy()
+    values[place] = value
+    return values
 
 
 def check_targets(pack, expected):
@@ -107,6 +113,14 @@ def test_values_of_any_form_are_float32(tmp_path, storage, dtype, columns):
     pack = read(path, kind="values", block_rows=0)
     assert pack.targets.columns == tuple(f"y[{k}]" for k in range(columns)) and not pack.classes
     check_targets(pack, expected)
+
+
+def test_fill_values_are_unknown(tmp_path):
+    expected = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("f4")
+    expected[::4, 1] = np.nan
+    stored = np.where(np.isnan(expected), np.float32(-99), expected)
+    path = write_targets(tmp_path / "a.h5", stored, fill=-99)
+    check_targets(read(path, kind="values", block_rows=0), expected)
 
 
 def test_several_datasets_are_columns_with_their_names(tmp_path):
@@ -169,6 +183,31 @@ def test_a_set_of_files_is_as_one_file(tmp_path, kind, columns):
         check_targets(pack, expected)
         for name, info in one.splits.items():
             assert np.array_equal(pack.splits[name].rows, info.rows)
+
+
+@pytest.mark.parametrize("kind", ["classes", "values"])
+def test_a_file_of_a_set_with_other_targets_is_another(tmp_path, kind):
+    def probes(targets):
+        for number, rows in enumerate(np.array_split(np.arange(ROWS), 7)):
+            write_targets(tmp_path / f"{number}.h5", targets[rows], IMAGES[rows])
+        return read(tmp_path / "*.h5", kind=kind, block_rows=0).splits["train"].files.crc32
+
+    targets = draw_classes(3)
+    changed_files = probes(targets) != probes(changed(targets, (-1, 2), 1 - targets[-1, 2]))
+    assert changed_files.tolist() == [False] * 6 + [True]
+
+
+def test_few_files_of_a_set_are_open_for_long_targets(tmp_path, monkeypatch):
+    open_few_files(monkeypatch, 8)
+    targets = draw_classes(MANY)
+    for row in range(60):
+        named = {"y": targets[row : row + 1], "z": targets[row : row + 1]}
+        write_targets(tmp_path / f"{row:02}.h5", named, IMAGES[row : row + 1])
+    pack = read(tmp_path / "*.h5", labels="y,z", kind="classes", block_rows=0)
+    with hp.Split(pack, "train") as split:
+        assert len(split.targets) == len(split)
+        assert len(open_files(tmp_path)) <= 1 + 8 + 8  # the first, images, targets
+    assert not open_files(tmp_path)
 
 
 @pytest.mark.parametrize("columns", [1, 3, MANY])
@@ -268,12 +307,6 @@ def test_a_rare_class_that_a_split_lacks_is_named(tmp_path):
 
 
 # What is refused: one line, with the numbers
-
-
-def changed(values, place, value):
-    values = values.copy()
-    values[place] = value
-    return values
 
 
 HOT = np.eye(4)[LABELS]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import h5py
 import numpy as np
 
@@ -39,3 +41,14 @@ def contents(pack, name="train", order=None):
         order = np.arange(len(split)) if order is None else order
         out = np.empty((len(order), *split.image_shape), split.dtype)
         return split.gather(order, out), split.targets[order]
+
+
+def open_files(folder):
+    """The files below the folder that this process has open."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            continue
+    return [link for link in links if link.startswith(str(folder))]
