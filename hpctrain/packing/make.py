@@ -401,18 +401,22 @@ def strata_of(source: Source) -> Strata:
 
 
 def check_train(source: Source, train: np.ndarray) -> None:
-    """Raise UsageError if there are no images `train` (n,), or a column has no value in them."""
+    """Raise UsageError if there are no images `train` (n,), or all of a class or column is unknown.
+
+    Of a column, values; of a class, whether they have it.
+    """
     if not len(train):
         raise UsageError(f"{source.name} has no image for train: all are in other splits")
-    if source.targets.kind != "values":
+    if source.targets.kind == "class":
         return
-    counts = count_targets(source.targets, source.target_rows[train])
-    for name, count in zip(source.targets.names, counts.tolist(), strict=True):
-        if not count:
-            raise UsageError(
-                f"column {name} of {source.name} has no value in train: give train a larger share,"
-                " or leave the column out of --targets"
-            )
+    is_unknown = source.targets.is_unknown(source.target_rows[train])
+    noun = "column" if source.targets.kind == "values" else "class"
+    for number in np.flatnonzero(is_unknown.all(axis=0))[:1].tolist():
+        raise UsageError(
+            f"{noun} {brief(source.targets.names[number])} of {source.name} is unknown for all"
+            f" {len(train):,} images of train: give train a larger share, or leave it out of the"
+            " table"
+        )
 
 
 def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:

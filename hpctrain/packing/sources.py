@@ -2,8 +2,8 @@
 
 They follow from the names of folders: a single top folder is skipped; every folder is a class, and
 the files in it at any depth are its images; if all folders have names of splits (`split_number`)
-and hold class folders, they are the splits. Or a table says it (``tables.py``). What is left out or
-merged is noted (`Source.notes`).
+and hold class folders, they are the splits. Or a table says it (``manifest.py``). What is left out
+or merged is noted (`Source.notes`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from hpctrain.data.listing import (
 from hpctrain.data.slices import Slice
 from hpctrain.data.targets import Targets
 from hpctrain.errors import UsageError
+from hpctrain.packing.manifest import is_table, read_manifest
 from hpctrain.packing.names import (
     NO_GROUP,
     NO_SPLIT,
@@ -38,7 +39,6 @@ from hpctrain.packing.names import (
     class_order,
     split_number,
 )
-from hpctrain.packing.tables import is_table, read_manifest
 from hpctrain.text import brief, counted, listed_names
 
 UNLABELLED = ("pred", "prediction", "predictions", "unlabeled", "unlabelled")  # beside splits

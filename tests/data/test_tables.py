@@ -252,8 +252,10 @@ def test_classes_that_a_split_lacks_are_said_and_train_has_values(write, tmp_pat
     text = "path,labels,n,split\n{},a,1,train\n{},a;b,,train\n{},b;c,2,test\n"
     make_pack(write(text), tmp_path / "a.h5")
     assert "train has no image of 1 of 3 classes: c (1 image)\n" in capfd.readouterr().err
-    swapped = text.replace("1,train", ",train")
-    assert "column n of " in refusal(write(swapped), targets="n")
+    swapped = text.replace("1,train", ",train").replace("a;b", "a;?c").replace("},a,", "},a;?c,")
+    for name, settings in {"column n": {"targets": "n"}, "class c": {}}.items():
+        said = refusal(write(swapped), **settings)
+        assert name in said and "unknown for all 2 images of train" in said
     for settings in KINDS.values():
         assert "no image for train" in refusal(write(text.replace("train", "test")), **settings)
 
