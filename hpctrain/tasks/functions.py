@@ -117,10 +117,14 @@ def check_values(
     outputs_before = outputs.clone()
     targets_before = targets.clone()
     of_all = compute(function, outputs, targets)
-    if not torch.equal(outputs_before, outputs) or not torch.equal(targets_before, targets):
+    pairs = ((outputs_before, outputs), (targets_before, targets))
+    if not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs):
         raise UsageError(f"{function.setting} changed its outputs or targets: compute with copies")
     if not all(values.isfinite().all() for values in of_all.values()):
-        raise UsageError(f"{function.setting} returned a value that is not finite")
+        hint = ""
+        if targets.is_floating_point() and targets.isnan().any():
+            hint = ": targets are NaN where they are unknown, leave these entries out"
+        raise UsageError(f"{function.setting} returned a value that is not finite{hint}")
     for seed, part in enumerate((slice(n), slice(1), slice(n // 2, n))):
         when = "for a part of the batch" if seed else "in a second call"
         within = (RELATIVE, ABSOLUTE) if seed else (0, 0)

@@ -17,7 +17,7 @@ import torch
 
 import hpctrain as hp
 from tests.support import ranks
-from tests.support.packs import make_pack
+from tests.support.packs import draw_entries, make_pack
 from tests.support.pictures import class_folders
 from tests.support.refused import check_refused, listing, rows
 
@@ -73,6 +73,12 @@ SETTINGS = """
 --freeze a,,b
 --no-decay a,,b --weight-decay 0.1 | --no-decay a,,b
 --no-decay bias | --no-decay --weight-decay
+--target-scale none | --target-scale --task
+--task regress --target-scale mean | --target-scale mean std
+--task regress --class-weights balanced
+--task regress --label-smoothing 0.1
+--task regress --balanced-sampling
+--task multilabel --balanced-sampling
 --min-lr 0.1 | --min-lr --schedule
 --min-lr 0.1 --schedule cosine | --min-lr 0.1 --lr 0.01
 --schedule one-cycle --warmup-epochs 1 | one-cycle --warmup-epochs
@@ -306,6 +312,17 @@ TRAINING = """
 --data good.h5 --lr-factors blocks=0.1 | --lr-factors blocks
 --data good.h5 --no-decay embed --weight-decay 0.1 | --no-decay embed
 --data good.h5 --class-weights 1,2 | --class-weights 2 10
+--data three.h5 --task multilabel | multilabel three.h5 classify
+--data three.h5 --task regress | regress three.h5 classify
+--data labels.h5 | classify labels.h5 multilabel
+--data labels.h5 --task regress | regress labels.h5 multilabel
+--data sizes.h5 | classify sizes.h5 regress
+--data sizes.h5 --task multilabel | multilabel sizes.h5 regress
+--data alike.h5 --task regress | alike.h5 width deviation 7
+--data labels.h5 --task multilabel --class-weights 1,2 | --class-weights 1,2 3
+--data labels.h5 --task multilabel --class-weights 1,2,3 --loss a:b | --class-weights --loss
+--data sizes.h5 --task regress --loss tests.support.own_functions:per_class | '(32, 2)' '(32,)'
+--data sizes.h5 --task regress --loss tests.support.own_functions:squares | squares NaN unknown
 --data good.h5 --shift 28 | --shift 28 27
 --data good.h5 --shift -1 | --shift -1
 --data good.h5 --normalize imagenet | --normalize 3 1 --channels
@@ -416,6 +433,11 @@ def make_packs(place):
     make_pack(place / "three.h5", {"train": 61, "test": 13}, classes=3)
     make_pack(place / "like_three.h5", {"train": 61, "test": 13}, classes=3, seed=1)
     make_pack(place / "tiny.h5", {"train": 61, "test": 13}, shape=(4, 4, 1), classes=3)
+    images, present, values = draw_entries(np.random.default_rng(0), 61, (28, 28, 1))
+    hp.write_pack(place / "labels.h5", {"train": (images, present)}, ["a", "b", "c"])
+    hp.write_pack(place / "sizes.h5", {"train": (images, values)}, columns=["width", "height"])
+    values[:, 0] = np.where(np.isnan(values[:, 0]), np.nan, 7)
+    hp.write_pack(place / "alike.h5", {"train": (images, values)}, columns=["width", "height"])
     with h5py.File(place / "plain.h5", "w") as file:
         file["x"] = np.zeros((5, 4, 4, 1), np.uint8)
     gray = np.full((61, 28, 28, 1), 7, np.uint8), np.arange(61) % 3

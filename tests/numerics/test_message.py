@@ -11,6 +11,7 @@ from hypothesis import given
 from torch import nn
 
 import hpctrain as hp
+from tests.support.api import task_class
 
 
 def add_up(messages):
@@ -132,3 +133,28 @@ def test_after_a_step_that_is_not_finite_none_counts_if_it_is_to_last():
     assert not message.finite(lasting=True)
     message.zero()
     assert not message.finite(lasting=True)
+
+
+def test_more_known_entries_than_float32_counts_divide_the_gradients_exactly():
+    """As of 10,000 classes: float32 holds odd numbers to 2^24 only. One of the shards has none."""
+    counts = [2**24 + 1, 0, 3 * 2**23 + 4095, 1]
+    divisor = 2**27
+    messages = messages_of(2, weight_blocks=int)
+    task = task_class("regress")(names=("a",))
+    for rank, message in enumerate(messages):
+        message.zero()
+        for count in counts[2 * rank : 2 * rank + 2]:
+            weights = torch.tensor([count])
+            sums = {"weight": task.weight_sum(weights), "weight_blocks": weights.sum() // 4096}
+            message.add_sums(1, loss=torch.ones(()), **sums)
+    add_up(messages)
+    first = messages[0]
+    assert first.weight() == sum(counts) == first.totals().weight
+    first.gradients.fill_(1.0)
+    first.weigh_gradients(divisor)
+    expected = torch.tensor(divisor / sum(counts))
+    torch.testing.assert_close(first.gradients.max(), expected, rtol=1e-7, atol=0)
+    first.zero()
+    first.gradients.fill_(1.0)
+    first.weigh_gradients(divisor)
+    assert first.gradients.eq(1).all()  # no entry is known

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hpctrain as hp
 from tests.support import launch, nets, own_functions
-from tests.support.packs import make_pack
+from tests.support.packs import draw_entries, make_pack
 from tests.support.pictures import arrays
 from tests.support.ranks import command
 from tests.support.records import read_strictly
@@ -78,6 +78,25 @@ def test_a_loss_and_a_metric_are_evaluated_as_in_one_process(comm, pack):
         assert figures["loss"] == pytest.approx(loss, rel=1e-4)
         assert figures["accuracy"] == found["accuracy"]
     assert abs(loss - F.cross_entropy(outputs, targets).item()) > 1e-3
+
+
+def test_a_loss_of_known_values_gives_the_same_run_and_a_metric_has_the_units_of_the_data(tmp_path):
+    splits = {}
+    for split, rows in ROWS.items():
+        images, _, values = draw_entries(np.random.default_rng(rows), rows, (28, 28, 1))
+        splits[split] = images, values[:, :1]
+    hp.write_pack(tmp_path / "values.h5", splits, columns=["sum"])
+    words = ["--task", "regress", "--metric", own("mean_error")]
+    plain = train_once(tmp_path / "values.h5", *words, run="plain")
+    words += ["--loss", own("known_squares")]
+    same = train_once(tmp_path / "values.h5", *words, run="same", ranks=3)
+    for name, expected in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(same)[name], expected, rtol=1e-3, atol=1e-5)
+    for record in [*evaluations(plain), *evaluations(same)]:
+        assert record["metrics"]["error"] == pytest.approx(record["mae"], rel=1e-5)
+    answers = hp.load(plain).predict(splits["test"][0])["sum"]
+    expected = np.nanmean(abs(answers - splits["test"][1][:, 0].astype(float)))
+    assert evaluations(plain)[-1]["mae"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_metric_of_one_figure_has_the_name_of_its_function(pack):

@@ -29,6 +29,24 @@ def absolute(images, clean):
     return (images - clean).abs().flatten(1).mean(1)
 
 
+def known_squares(outputs, targets):
+    """The mean squared error over known entries."""
+    known = ~targets.isnan()
+    squares = torch.where(known, outputs - targets.nan_to_num(), 0) ** 2
+    return squares.sum(1) / known.sum(1)
+
+
+def squares(outputs, targets):
+    return ((outputs - targets) ** 2).mean(1)
+
+
+def mean_error(outputs, targets):
+    """As a metric, in the units of the data."""
+    known = ~targets.isnan()
+    errors = torch.where(known, outputs - targets.nan_to_num(), 0).abs()
+    return {"error": (errors.sum(1), known.sum(1))}
+
+
 def mean(outputs, targets):
     return F.cross_entropy(outputs, targets)
 
