@@ -64,7 +64,7 @@ COMMANDS = {
         ALONE, "inference.export", config.ExportConfig, "write a network for other programs"
     ),
     "compare": Command(ALONE, "compare", config.CompareConfig, "compare two runs bit by bit"),
-    "plot": Command(ALONE, "report.figures", config.PlotConfig, "plot accuracy and loss by epoch"),
+    "plot": Command(ALONE, "report.figures", config.PlotConfig, "plot figures and loss by epoch"),
     "doctor": Command(ANY, "doctor", config.Settings, "check this machine"),
     "watch": Command(ALONE, "watch.terminal", config.WatchConfig, "show runs as they train"),
 }

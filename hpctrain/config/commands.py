@@ -177,7 +177,7 @@ class CompareConfig(Runs):
 
 
 class PlotConfig(Runs):
-    """Settings of ``hpctrain plot``: accuracy and loss of runs by epoch."""
+    """Settings of ``hpctrain plot``: figures, such as accuracy, and loss of runs by epoch."""
 
     targets: tuple[str, ...] = option("runs or sweeps, by name or folder", ...)
     confusion: bool = option("plot the confusion matrix of a split, too", False)

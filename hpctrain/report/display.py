@@ -20,7 +20,7 @@ from rich.text import Text
 from hpctrain.outcome import Status
 from hpctrain.report.console import make_console, output_width, styled
 from hpctrain.report.metrics import metrics_of
-from hpctrain.report.record import fields_marked, figures_of
+from hpctrain.report.record import ERRORS, fields_marked, figures_of
 from hpctrain.report.step_stats import seconds_left, shares_text
 from hpctrain.text import (
     check_output,
@@ -225,7 +225,7 @@ def name_of_data(path: str) -> str:
 
 
 def figures(record: Record, names: Iterable[str]) -> str:
-    """Return the loss, figures of these names, shares, own figures and the speed in columns.
+    """Return the loss, figures of these names, all others and the speed in columns.
 
     Those that are None are left out.
     """
@@ -234,7 +234,7 @@ def figures(record: Record, names: Iterable[str]) -> str:
     own = record.get("metrics") or {}
     texts = {
         SHORT.get(name, name): _figure_text(name, record[name])
-        for name in (*names, *SHARES)
+        for name in (*names, *SHARES, *ERRORS)
         if name != "loss" and record.get(name) is not None
     }
     texts |= {name: f"{value:.4f}" for name, value in own.items() if value is not None}

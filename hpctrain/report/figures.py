@@ -1,4 +1,4 @@
-"""``hpctrain plot RUN…|SWEEP``: plot accuracy and loss of runs by epoch, and confusion matrices.
+"""``hpctrain plot RUN…|SWEEP``: plot figures and loss of runs by epoch, and confusion matrices.
 
 Only records are read, without MPI, torch or a display; a run may still be training. There is a
 panel of each figure of the task, of accuracy and below it of loss, say, and then one of each other
@@ -30,7 +30,7 @@ from hpctrain.outcome import Status
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.report.metrics import PERCENT
-from hpctrain.report.record import is_count, task_of
+from hpctrain.report.record import AREAS, ERRORS, is_count, task_of
 from hpctrain.text import brief, parse_json, say
 
 BLUE = "#0072b2"  # of the colour-blind-safe palette of Okabe and Ito, as the next one
@@ -50,7 +50,7 @@ CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file 
 APART = 6  # runs that have columns of their own
 NAMES = 30  # in a column of a legend
 METRICS = "metrics_"  # before the names of --metric, in the columns of validations
-MORE = (METRICS, "balanced_accuracy")  # how other columns with a panel begin
+MORE = (METRICS, "balanced_accuracy", *AREAS, *ERRORS)  # how other columns with a panel begin
 DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
 DOTS: dict[str, Any] = {
     "linestyle": "none",

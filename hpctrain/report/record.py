@@ -110,6 +110,8 @@ ACCURACY = Field(float, deterministic=True, scalar=True, is_share=True)
 
 #: Figures from 0 to 1 of evaluations that have them.
 AREAS = ("top5_accuracy", "mAP", "mAP_binned", "auroc", "auroc_binned", "f1_macro", "f1_micro")
+#: Figures of evaluations of predicted values.
+ERRORS = ("relative_mae", "r2", "mae", "rmse")
 
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "run": {  # a launch; these, and all other facts of training/folder.py: run_facts
@@ -141,7 +143,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
         "balanced_accuracy": ACCURACY,  # mean recall, where classes are weighted or sampled alike
         **dict.fromkeys(AREAS, ACCURACY),
-        **dict.fromkeys(("relative_mae", "r2", "mae", "rmse"), METRIC),  # of values
+        **dict.fromkeys(ERRORS, METRIC),
         "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
         "rows": EXACT_COUNT,
         "seconds": NUMBER,

@@ -16,6 +16,7 @@ from tests.support.ranks import alone
 from tests.support.records import (
     FILE,
     append,
+    end_line,
     evaluation_line,
     make_other,
     make_run,
@@ -129,6 +130,37 @@ def test_a_task_of_another_figure_has_a_panel_of_it_above_the_loss(runs):
     of_loss = figure.place([(1, 0.25), (2, 0.5), (3, 1)])
     assert of_error[1, 1] < of_loss[1, 1], "the panel is not above"
     assert has_dots(figure, of_error, [(1, 4), (2, 2), (3, 1)])
+
+
+FURTHER = {  # figures of a run, and further ones of its validations
+    "values": ({"relative_mae": "min", "loss": "min"}, {"r2": (-0.5, 0.5)}),
+    "several classes": (
+        {"mAP": "max", "loss": "min"},
+        {"auroc": (0.6, 0.8), "f1_macro": (0.1, 0.3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_figures_of_validations_are_drawn_and_shown(runs, name):
+    figures, further = FURTHER[name]
+    lines = [run_line(name="a", epochs=2, figures=figures)]
+    for number in range(2):
+        values = {key: pair[number] for key, pair in further.items()}
+        values |= {next(iter(figures)): 0.1 + number / 2, "accuracy": None}
+        lines.append(evaluation_line(10 * (number + 1), **values))
+    run = make_run(runs / "a", *lines, end_line())
+    drawn = Figure(run)
+    for key, pair in further.items():
+        assert key.replace("_", " ") in drawn.texts
+        assert any(
+            fitted(np.array([*enumerate(pair, start=1)], float), dots) is not None
+            for dots in drawn.dots
+        )
+    shown = alone("watch", run, "--once").out
+    for key, (_, last) in further.items():
+        assert f"{key} {last:.4f}" in shown
+    assert "accuracy" not in shown + " ".join(drawn.texts)
 
 
 @pytest.mark.parametrize(("count", "words"), [(2, []), (2, ["--overlay"]), (6, []), (8, [])])
