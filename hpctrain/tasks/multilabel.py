@@ -87,6 +87,17 @@ class Multilabel(EntriesTask):
             )
         return tuple(weights)
 
+    @classmethod
+    def weights_note(cls, settings: Mapping[str, Any], weights: Sequence[float]) -> str:
+        """Return a note on classes that are so rare that their weight is the largest one."""
+        rare = sum(weight == MOST_WEIGHT for weight in weights)
+        if settings["class_weights"] or not rare:  # numbers, or none
+            return ""
+        return (
+            f"--class-weights balanced: the weight of {rare} of {len(weights)} classes, which fewer"
+            f" than 1 image in {MOST_WEIGHT:g} has, is {MOST_WEIGHT:g}, the most"
+        )
+
     # Learning
 
     def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:

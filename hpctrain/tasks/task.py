@@ -149,6 +149,11 @@ class Task(ABC):
         return ()
 
     @classmethod
+    def weights_note(cls, settings: Mapping[str, Any], weights: Sequence[float]) -> str:
+        """Return a note on the weights of `find_weights`, "" if there is nothing to say."""
+        return ""
+
+    @classmethod
     def find_scaling(cls, settings: Mapping[str, Any], train: Split) -> TargetScaling | None:
         """Return mean and deviation of the targets, by which the network's are scaled, if they are.
 

@@ -133,6 +133,7 @@ def make_network(
         scale_note(init, pack),
         split_note(init, pack),
         why,
+        kind.weights_note(vars(config), weights),
         rounding_note(config, normalization, pack),
         frozen,
     ]

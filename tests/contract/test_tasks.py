@@ -120,3 +120,22 @@ def test_of_equally_confident_mistakes_the_first_rows_are_kept():
         measured = tally.measure(outputs, None, None)
         tally.add(block, {name: value.numpy() for name, value in measured.items()})
     assert [answer.row for answer in tally.worst] == [0, 1] and tally.total == 6
+
+
+def test_balanced_weights_are_those_of_known_entries_and_rare_classes_are_noted(tmp_path):
+    """Of 400 images, one has class a; class b has a third of the 30 of which it is known."""
+    labels = np.zeros((400, 3), np.uint8)
+    labels[7, 0] = 1
+    labels[30:, 1] = 255
+    labels[:10, 1] = 1
+    labels[::4, 2] = 1
+    images = np.arange(400 * 9 * 9).reshape(400, 9, 9) % 251
+    hp.write_pack(tmp_path / "a.h5", {"train": (images.astype(np.uint8), labels)}, ["a", "b", "c"])
+    kind = task_class("multilabel")
+    settings = vars(hp.Config(task="multilabel", class_weights="balanced"))
+    with hp.Split(hp.read_pack(tmp_path / "a.h5"), "train") as train:
+        weights = kind.find_weights(settings, train)
+    assert weights == (100, 2, 3)
+    assert "1 of 3 classes" in kind.weights_note(settings, weights)
+    given = vars(hp.Config(task="multilabel", class_weights="100,2,3"))
+    assert not kind.weights_note(given, weights)
