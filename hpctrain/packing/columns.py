@@ -202,12 +202,16 @@ class Labels:
         return TableTargets(
             targets=Targets("classes", classes),
             rows=rows,
-            notes=[*class_notes(self._spellings), *self._notes(classes)],
+            notes=[*class_notes(self._spellings), *self._notes(classes, rows)],
         )
 
-    def _notes(self, classes: Sequence[str]) -> list[str]:
-        """Return notes on names that may not be those of classes."""
+    def _notes(self, classes: Sequence[str], rows: np.ndarray) -> list[str]:
+        """Return notes on targets, (N, K), and names of classes that may not be meant."""
         notes = list[str]()
+        if (rows.sum(axis=1) == 1).all():
+            notes.append(
+                "each image has exactly one class: to classify images, name the column label"
+            )
         for separator in OTHER_SEPARATORS:
             joined = [name for name in classes if separator in name]
             if joined:

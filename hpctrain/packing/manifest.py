@@ -64,8 +64,11 @@ class Table(NamedTuple):
     rows: Iterator[tuple[int, list[str]]]  # line and cells of each row that is not blank
 
 
-def is_table(path: Path) -> bool:
-    """Whether a source is a table of targets, by its suffix or its first line."""
+def is_table(path: Path, columns: Sequence[str] | None) -> bool:
+    """Whether a source is a table of targets, by its suffix or its first line.
+
+    `columns` are those of --targets: then it needs no column with labels.
+    """
     if not path.is_file():
         return False
     if path.suffix.lower() in SUFFIXES:
@@ -74,7 +77,8 @@ def is_table(path: Path) -> bool:
         header = read_start(str(path)).partition(b"\n")[0].lower()
     except OSError:  # the listing as an archive reports it
         return False
-    return b"path" in header and b"label" in header and b"\0" not in header
+    has_targets = b"label" in header or bool(columns)
+    return b"path" in header and has_targets and b"\0" not in header
 
 
 def read_manifest(path: str, files: FileFinder, columns: Sequence[str] | None) -> Manifest:

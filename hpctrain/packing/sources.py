@@ -126,7 +126,7 @@ def open_source(
     A compressed .tar is decompressed to a file in the folder `scratch`, without a name: it vanishes
     with this process.
     """
-    if is_table(path):
+    if is_table(path, columns):
         if manifest:
             raise UsageError(f"{path} is a table, and so is --manifest {manifest}: give one")
         manifest = str(path)

@@ -256,6 +256,11 @@ pack photos --output a.h5 --manifest nowhere.csv | nowhere.csv
 pack photos --split 0.001,0.999 --output a.h5 | --split train
 pack digits --size 3x3 --output a.h5 | size digits
 pack digits --encoding jpeg --output a.h5 | encoding digits
+pack digits --task regress --output a.h5 | task digits
+pack shapes --tiles 3x3 --output a.h5 | tiles shapes
+pack photos --task regress --output a.h5 | --task regress photos table
+pack photos --targets age --output a.h5 | --targets age --manifest
+pack photos --targets age,age --output a.h5 | --targets age,age
 pack --check plain.h5 | plain.h5
 pack photos --check good.h5 | --check photos
 """

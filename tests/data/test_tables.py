@@ -119,6 +119,13 @@ def test_names_that_look_like_lists_and_many_classes_are_said(write, tmp_path, c
     assert "1,502 classes: the targets of all images take 4.4 KiB" in said
 
 
+def test_that_each_image_has_one_class_is_said(write, tmp_path, capfd):
+    make_pack(write("path,labels\n{},a\n{},b\n"), tmp_path / "a.h5", split="1")
+    assert "each image has exactly one class: " in capfd.readouterr().err
+    make_pack(write("path,labels\n{},a\n{},b;?a\n"), tmp_path / "b.h5", split="1")
+    assert "exactly one" not in capfd.readouterr().err
+
+
 # Values
 
 
@@ -156,6 +163,11 @@ def test_whole_numbers_that_are_rounded_and_columns_that_are_not_read_are_said(
     said = capfd.readouterr().err
     assert "up to 16,777,216: id (2 values)\n" in said
     assert "not read, since --targets names others: label of " in said
+
+
+def test_a_table_of_values_needs_no_suffix(write, tmp_path):
+    table = write("path,age\n{},3\n{},5\n", "patients")
+    assert targets(make_pack(table, tmp_path / "a.h5", split="1", targets="age"))[0][1] == [5]
 
 
 def test_a_label_may_be_a_value(write, tmp_path, capfd):
