@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import hpctrain as hp
 from tests.support.api import command_line
 from tests.support.external import pixels, write
-from tests.support.packs import make_pack
+from tests.support.packs import draw_entries, make_pack
 from tests.support.ranks import command
 from tests.support.runs import train_once
 
@@ -82,6 +83,47 @@ def test_networks_of_hdf5_files_take_what_these_hold(tmp_path, stored, words, ty
     facts = session.get_modelmeta().custom_metadata_map
     assert json.loads(facts["scale"]) == network.metadata["scale"]
     assert facts["normalization"] == network.metadata.get("normalization", "null")
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regress"])
+def test_values_are_in_the_units_of_the_data_and_several_classes_are_logits(tmp_path, task):
+    """In the file as by hp.load, and in the table of predict with the targets of the pack."""
+    images, present, values = draw_entries(np.random.default_rng(0), 65, (12, 12, 1))
+    names = {"classes": ["a", "b", "c"]}
+    if task == "regress":
+        names = {"columns": ["sum", "row"]}
+    targets = present if task == "multilabel" else values
+    hp.write_pack(tmp_path / "a.h5", dict.fromkeys(["train", "test"], (images, targets)), **names)
+    run = train_once(tmp_path / "a.h5", "--model", "digits", "--task", task, "--epochs", "3")
+    found = hp.load(run).predict(images)
+    answered = ["a", "b", "c"] if task == "multilabel" else ["sum", "row (1)"]
+    answers = np.stack([found[name] for name in answered], 1)
+    assert np.array_equal(answers, found.probabilities)
+    for suffix in (".onnx", ".pt2"):
+        assert export(run, tmp_path / f"a{suffix}", "--preprocess").code == 0
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    (output,) = session.run(None, {"images": images})
+    (given,) = session.get_outputs()
+    assert given.name == ("scores" if task == "multilabel" else "values")
+    if task == "multilabel":
+        output = torch.from_numpy(output).sigmoid().numpy()
+    np.testing.assert_allclose(output, answers, rtol=1e-4, atol=1e-4)
+    if task == "regress":
+        assert (abs(answers.mean(0) - np.nanmean(values, 0)) < 2 * np.nanstd(values, 0)).all()
+    assert command(2, "predict", run, "--output", tmp_path / "a.csv").code == 0
+    with open(tmp_path / "a.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, target, answer in zip(rows, targets, answers, strict=True):
+        if task == "multilabel":
+            marks = zip("abc", target.tolist(), answer.tolist(), strict=True)
+            labels = [f"{'?' * (value == 255)}{name}" for name, value, _ in marks if value]
+            assert row["labels"] == ";".join(labels)
+            assert row["prediction"] == ";".join(np.array([*"abc"])[answer >= 0.5])
+            continue
+        true = [float(row[f"true {name}"] or "nan") for name in names["columns"]]
+        assert np.array_equal(np.float32(true), target, equal_nan=True)
+        texts = [row[name] for name in answered]
+        np.testing.assert_allclose(np.float32(texts), answer, rtol=1e-6)
 
 
 def test_the_file_lies_beside_the_weights_and_needs_no_pack(tmp_path):
