@@ -242,21 +242,25 @@ class Loader:
         images = self._upload.buffer(sum(counts.values()))
         done = 0
         keys: list[int] = []
-        samples = [np.empty(0, np.int64)]
-        targets = [self.split.read_targets(samples[0])]
+        parts = [np.empty(0, np.int64)]
+        kept: list[np.ndarray] = []  # targets
         for shard, count in counts.items():
             key = random_key(self.order.seed, "batch", epoch, step, shard)
             first = epoch, shard, step * self.partition.shares[shard]
-            indices, of_shard = self._read(first, key, images[done : done + count])
-            samples.append(indices)
-            targets.append(of_shard)
+            indices, targets = self._read(first, key, images[done : done + count])
+            parts.append(indices)
+            if targets is not None:
+                kept.append(targets)
             keys.append(key)
             done += count
+        samples = np.concatenate(parts)
+        if kept:
+            on_host = torch.from_numpy(np.concatenate(kept))
+        else:
+            on_host = torch.from_numpy(self.split.read_targets(samples, self._bad))
         bad = Bad()
         if self._bad:
-            asked = {*np.concatenate(samples).tolist()}
-            bad |= {index: self._bad[index] for index in self._bad.keys() & asked}
-        on_host = torch.from_numpy(np.concatenate(targets))
+            bad |= {index: self._bad[index] for index in self._bad.keys() & {*samples.tolist()}}
 
         def make(images: torch.Tensor) -> list[Batch]:
             sizes = [*counts.values()]
@@ -283,11 +287,11 @@ class Loader:
 
     def _read(
         self, place: tuple[int, int, int], key: int, out: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Read samples of a shard; return their indices, (n,) int64, and their targets, (n, ...).
 
-        The images are read into `out` (n, H, W, C). `place`: epoch, shard, and the position of the
-        first one in the shard's epoch.
+        Targets that are not kept are None. The images are read into `out` (n, H, W, C). `place`:
+        epoch, shard, and the position of the first one in the shard's epoch.
         """
         order = self.order
         least_share = self._options.random_crop
@@ -303,7 +307,7 @@ class Loader:
 
             crops = draw_crops(least_share, len(out), random_key(key, "crop"))
         self.split.gather(indices, out, crops, bad=self._bad)
-        return indices, self.split.read_targets(indices, self._bad)
+        return indices, None
 
     def _take(self, kept: Kept, places: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the images at these places (n,) into `out`, and return their targets, (n, ...)."""
