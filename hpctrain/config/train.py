@@ -23,6 +23,7 @@ from hpctrain.config.values import (
     Patterns,
     Seconds,
     Shares,
+    Threshold,
 )
 from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import (
@@ -170,6 +171,12 @@ class Config(OnRanks):
     verify: bool = option("compare each sample's checksum at its first read", True)
     task: TaskName = option(
         f"{', '.join(PURPOSES[:-1])}, or {PURPOSES[-1]}", "classify", group="Network"
+    )
+    threshold: Threshold = option(
+        "probability from which an image has a class; best = that of the largest F1 in validation,"
+        " for each class, kept with the network",
+        Threshold("0.5"),
+        needs="--task multilabel",
     )
     target_scale: Literal["std", "none"] = option(
         "learn values by mean and standard deviation of each column of the training split (std), or"

@@ -96,6 +96,19 @@ class NoData(Value, float):
         return hash("nan") if math.isnan(self) else hash(float(self))
 
 
+class Threshold(Value, float):
+    """A probability, such as "0.5"; 0 for "best"."""
+
+    advice = "best, or a probability above 0 and below 1"
+
+    @staticmethod
+    def parse(text: str) -> float:
+        if text == "best":
+            return 0.0
+        number = float(text)
+        return require(0 < number < 1, number)
+
+
 class Bytes(Value, int):
     """A size: "256M", "1.5G", "64KiB" or "4096" bytes. K, M, G and T are 2^10 to 2^40."""
 

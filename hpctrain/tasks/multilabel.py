@@ -18,11 +18,12 @@ from hpctrain.errors import UsageError
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.entries import EntriesTask
 from hpctrain.tasks.mistakes import WrongEntries
-from hpctrain.tasks.scores import Scores, logit
+from hpctrain.tasks.scores import Scores, logit, sigmoid
 from hpctrain.tasks.tally import Block, Tally, find_tally, two_sums
 from hpctrain.tasks.task import Caption
 from hpctrain.text import brief, counted, listed
 
+DEFAULT_THRESHOLD = 0.5
 MOST_WEIGHT = 100.0  # of a rare class with --class-weights balanced
 
 
@@ -32,7 +33,8 @@ class Multilabel(EntriesTask):
 
     label_smoothing: float = 0.0
     class_weights: Tensor | None = None  # (K,) of present classes in the loss; None = 1
-    thresholds: tuple[float, ...] = ()  # (K,) probabilities from which classes count as present
+    #: (K,) probabilities from which classes count as present; () = those of the largest F1.
+    thresholds: tuple[float, ...] = ()
 
     output: ClassVar[str] = "scores"
     has_mistakes: ClassVar[bool] = True
@@ -44,11 +46,13 @@ class Multilabel(EntriesTask):
         cls, settings: Mapping[str, Any], names: Sequence[str], like: Tensor, **fields: Any
     ) -> Self:
         weights = settings["class_weights"]
+        threshold = settings.get("threshold", DEFAULT_THRESHOLD)
+        thresholds = (float(threshold),) * len(names) if threshold else ()
         return cls(
             names=tuple(names),
             label_smoothing=settings.get("label_smoothing", 0.0),
             class_weights=like.new_tensor(weights) if weights else None,
-            thresholds=(0.5,) * len(names),
+            thresholds=tuple(settings.get("thresholds", thresholds)),
             **fields,
         )
 
@@ -118,6 +122,25 @@ class Multilabel(EntriesTask):
             targets = targets.lerp(torch.full_like(targets, 0.5), self.label_smoothing)
         return super().loss_sum(outputs, targets)
 
+    # What a validation chooses
+
+    def choose(self, tallies: Sequence[Tally]) -> dict[str, Any]:
+        """Return the thresholds of the largest F1, if they are not given."""
+        scores = find_tally(tallies, Scores)
+        if self.thresholds or scores is None:
+            return {}
+        return {"thresholds": [sigmoid(threshold) for threshold in scores.best_thresholds]}
+
+    def with_chosen(self, chosen: Mapping[str, Any]) -> Self:
+        """Return it with these thresholds, or before the first validation with 0.5."""
+        if self.thresholds:
+            return self
+        usual = (DEFAULT_THRESHOLD,) * len(self.names)
+        return replace(self, thresholds=tuple(chosen.get("thresholds", usual)))
+
+    def metadata(self) -> dict[str, Any]:
+        return {"thresholds": list(self.thresholds)}
+
     # Evaluating
 
     def figure_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -131,7 +154,7 @@ class Multilabel(EntriesTask):
 
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         thresholds = [*map(logit, self.thresholds)]
-        tallies = [*super().tallies(), Scores(self.names, thresholds)]
+        tallies = [*super().tallies(), Scores(self.names, thresholds or None)]
         if mistakes:
             tallies.append(WrongEntries(self.is_present, mistakes))
         return tallies

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 LARGEST = 1 << 30  # bytes of the scores that rank 0 gathers
 BINS = 1024
 END = 16.0  # the sigmoid of larger logits is 1 in float32
+#: The lowest and the highest threshold that is chosen: float32 holds other probabilities coarsely.
+LOWEST = -80.0
+HIGHEST = 12.0
 EDGES = np.linspace(-END, END, BINS, endpoint=False)  # lower ends of the intervals
 PRINTED = 40  # most classes of a table
 
@@ -380,8 +383,10 @@ def measure_class(
     right = positives.total - positives.below(positives.scores)
     answered = right + negatives.total - lower
     f1 = 2 * right / (answered + positives.total)
-    best = len(f1) - 1 - int(f1[::-1].argmax())
+    reached = f1[: int(positives.scores.searchsorted(HIGHEST)) + 1]
+    best = len(reached) - 1 - int(reached[::-1].argmax())
     best_threshold = midpoint_below(float(positives.scores[best]), positives, negatives)
+    best_threshold = max(LOWEST, min(best_threshold, HIGHEST))
     figures = figures._replace(
         auroc=int((positives.counts * lower_twice).sum()) / pairs,
         average_precision=float((positives.counts * (right / answered)).sum()) / positives.total,

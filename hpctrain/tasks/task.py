@@ -231,6 +231,23 @@ class Task(ABC):
         """Return the sum of the samples' weights (n,) that is sent as "weight", ()."""
         return weights.sum()
 
+    # What a validation chooses
+
+    def choose(self, tallies: Sequence[Tally]) -> dict[str, Any]:
+        """Return fields that follow from a validation's merged tallies, as values of JSON.
+
+        They are those of the network that was validated, and kept with it.
+        """
+        return {}
+
+    def with_chosen(self, chosen: Mapping[str, Any]) -> Self:
+        """Return the task of a network, of which `choose` returned what is `chosen`, or {}."""
+        return self
+
+    def metadata(self) -> dict[str, Any]:
+        """Return settings of its own that a network's file holds, for `from_settings`."""
+        return {}
+
     # Evaluating
 
     def figure_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -183,6 +183,7 @@ def check_data(config: Config, pack: Pack) -> None:
     require_validation("--final best", config.final == "best", pack)
     require_validation("--patience", config.patience, pack)
     require_validation("--best-by", config.best_by, pack)
+    require_validation("--threshold best", not config.threshold, pack)
     every = config.validate_every not in (Config.validate_every, Every("0"))
     require_validation("--validate-every", every, pack)
 

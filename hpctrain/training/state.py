@@ -81,6 +81,8 @@ class Progress:
     chain: str = ""  # hash over the figures of all steps and evaluations
     best: Reached = START  # the best of all validations
     waited: int = 0  # validations since the best one
+    chosen: dict[str, Any] = field(default_factory=dict)  # by the last validation: `Task.choose`
+    best_chosen: dict[str, Any] = field(default_factory=dict)  # by the best one
     sums: dict[str, float] = field(default_factory=dict)  # by name, over the steps of this epoch
     final: Reached | None = None  # the network that was chosen: no more checkpoints are written
 
@@ -88,6 +90,13 @@ class Progress:
     def network(self) -> Reached:
         """Step, epoch and figures of the network that the model holds."""
         return self.final or Reached(self.step, self.epoch, self.figures)
+
+    @property
+    def network_chosen(self) -> dict[str, Any]:
+        """What a validation has chosen for the network that the model holds."""
+        if self.final and self.final.step == self.best.step:
+            return self.best_chosen
+        return self.chosen
 
     def to_json(self) -> dict[str, Any]:
         """Return what the next launch needs besides the tensors.
@@ -101,7 +110,7 @@ class Progress:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Progress:
         """Return the progress of which `to_json` returned what is `saved`, among other things."""
-        fields = {name: saved[name] for name in cls().to_json()}
+        fields = {name: saved[name] for name in cls().to_json() if name in saved}
         return cls(**{**fields, "best": Reached(*saved["best"])})
 
     def chain_figures(self, figures: Mapping[str, Any]) -> None:

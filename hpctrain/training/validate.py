@@ -48,8 +48,10 @@ def validate(run: Run) -> None:
     patience = run.plan.patience
     by = run.best_by
     run.compare_ranks()
-    if evaluate_split(run, "validation") is None:
+    result = evaluate_split(run, "validation")
+    if result is None:
         return
+    state.chosen = run.task.choose(result.tallies)
     best = state.best.validation(by)
     reached = Reached(state.step, state.epoch, dict(state.figures))
     value = reached.validation(by)
@@ -58,6 +60,7 @@ def validate(run: Run) -> None:
     state.validated = state.step
     if value.score > best.score:
         state.best = reached
+        state.best_chosen = state.chosen
         state.waited = 0
         with evaluated_network(run):
             tensors = snapshot(run.trainer.model) if run.comm.rank == 0 else {}
@@ -115,6 +118,7 @@ def network_metadata(run: Run) -> dict[str, Any]:
         "std": std,
         **by_image,
         **values,
+        **run.task.with_chosen(run.progress.network_chosen).metadata(),
         "pack": str(Path(run.pack.path).resolve()),
         "run": run.folder.name,
         "step": reached.step,
@@ -168,7 +172,9 @@ def evaluate_split(run: Run, split: str) -> Evaluation | None:
 
     run.recorder.phase(f"evaluating {split}")
     fault("evaluation.begun")
-    task = replace(run.task, has_all_figures=split != "validation")
+    task = run.task
+    if split != "validation":
+        task = replace(task.with_chosen(state.network_chosen), has_all_figures=True)
     inference = Inference(run.trainer.model, task, run.pipeline, run.plan.evaluation_rows)
     try:
         with on_all(comm):

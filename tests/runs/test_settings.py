@@ -36,7 +36,7 @@ ELSEWHERE = """
     keep_checkpoints label_smoothing labels layout loss lr_factors max_value metric min_lr
     momentum no_decay optimizer overlap patience progress random_crop read_buffer reduce
     resume run runs_dir schedule shuffle split stage step_epochs target_scale targets task
-    tensorboard test
+    tensorboard test threshold
     nodata split_seed time_limit validate_every verify weight_decay worker_load
 """
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation
