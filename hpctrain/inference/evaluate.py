@@ -44,7 +44,8 @@ from hpctrain.report.record import value_in, without_nonfinite
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import import_own
-from hpctrain.tasks.mistakes import Answer, Mistakes
+from hpctrain.tasks.mistakes import Worst
+from hpctrain.tasks.residuals import Residuals
 from hpctrain.tasks.tally import MetricFigures, Tally, find_tally
 from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import brief, listed, say
@@ -91,10 +92,14 @@ class Evaluation:
         return tally.matrix if tally else None
 
     @property
-    def mistakes(self) -> list[Answer]:
-        """The wrong answers of the largest probability, largest first, if they were asked for."""
-        tally = find_tally(self.tallies, Mistakes)
-        return tally.worst if tally else []
+    def mistakes(self) -> list[Any]:
+        """The worst answers, the worst first, if they were asked for.
+
+        Each is an `Answer` or, of several classes, an `Entry`, both by their probability; of
+        values it is an `Estimate`, by its error.
+        """
+        lists = [tally.worst for tally in self.tallies if isinstance(tally, Worst | Residuals)]
+        return lists[0] if lists else []
 
     def value(self, name: str) -> float | None:
         """Return a figure, of --metric, too; None if it has none of this name."""
@@ -330,6 +335,10 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
             from hpctrain.report.figures import check_name
 
             on_root(comm, check_name, Path(config.plot), "--plot")
+            if config.mistakes and Path(config.plot) == mistakes_path(network, config):
+                raise agreed(
+                    UsageError(f"--plot {config.plot} is the picture of --mistakes: name another")
+                )
         with open_split(network, config, comm) as split:
             functions = import_functions(network, config, comm)
             task = replace(task, **functions, has_all_figures=True)
@@ -343,8 +352,7 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                 if printed:
                     print_evaluation(result, task, config.split)
                 if config.mistakes:
-                    default = network.path.with_name("mistakes.png")
-                    picture = picture_path(config.output, default)
+                    picture = mistakes_path(network, config)
                     draw_mistakes(picture, result, task, split, network)
                 if config.plot:
                     plot_answers(Path(config.plot), result, task, split, network.path)
@@ -354,6 +362,11 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
 
             on_root(comm, write)
     return result
+
+
+def mistakes_path(network: TrainedNetwork, config: EvaluateConfig) -> Path:
+    """Return the name of the picture of --mistakes."""
+    return picture_path(config.output, network.path.with_name("mistakes.png"))
 
 
 def import_functions(network: TrainedNetwork, config: EvaluateConfig, comm: Comm) -> dict[str, Any]:

@@ -225,6 +225,14 @@ def test_the_worst_values_are_those_of_the_largest_errors_in_deviations(runs, tm
     value = f"{COLUMNS[worst]}: {answers[rows[0], worst]:.4g}, true: {true[rows[0], worst]:.4g}"
     assert lines[0].startswith(f"row {rows[0]}, {value}")
     assert "the 4 images of the largest errors" in printed
+    for task, number in (("regress", 4), ("multilabel", 3)):
+        picture = str(tmp_path / "b.json")
+        result = hp.evaluate(
+            runs[task], trust_code=True, threads=1, mistakes=number, output=picture
+        )
+        assert len(result.mistakes) == number
+        if task == "regress":
+            assert [estimate.row for estimate in result.mistakes] == rows
 
 
 @pytest.mark.ranks
@@ -287,3 +295,7 @@ def test_a_plot_that_cannot_be_made_is_refused(runs, tmp_path, capfd):
         given = ["evaluate", str(runs["regress"]), "--trust-code", f"--plot={tmp_path / name}"]
         assert command_line(given) == 2
         assert text in capfd.readouterr().err
+    given = ["evaluate", str(runs["regress"]), "--trust-code", f"--plot={tmp_path / 'a.png'}"]
+    assert command_line([*given, "--mistakes=3", f"--output={tmp_path / 'a.json'}"]) == 2
+    assert "a.png is the picture of --mistakes: name another" in capfd.readouterr().err
+    assert not [*tmp_path.iterdir()]
