@@ -38,7 +38,7 @@ from PIL import Image, features
 import hpctrain as hp
 from tests.support.api import read_model, task_class
 from tests.support.launch import ROOT
-from tests.support.packs import draw_images
+from tests.support.packs import draw_entries, draw_images
 from tests.support.pipeline import describe_tensors, digest
 from tests.support.ranks import command, on_ranks
 
@@ -77,6 +77,21 @@ CASES: dict[str, dict[str, Any]] = {
         "flip": True,
     },
     "average": {"schedule": "one-cycle", "ema": 0.9, "final": "ema", "validate_every": "3steps"},
+    "several classes": {
+        "task": "multilabel",
+        "data": "classes.h5",
+        "class_weights": "balanced",
+        "epochs": 2,
+        "final": "best",
+    },
+    "values": {
+        "task": "regress",
+        "data": "values.h5",
+        "epochs": 2,
+        "lr": 0.003,
+        "validate_every": "2epochs",
+        "metric": f"{OWN}:mean_error",
+    },
     "salt and pepper": {**DENOISE, "final": "best", "flip": True, "shift": 1},
     "gaussian noise": {**DENOISE, "noise": "gaussian", "loss": f"{OWN}:absolute"},
     "8 bits, HDF5": {**HDF5, "images": "{split}/bytes", "flip": True, "shift": 1},
@@ -108,6 +123,7 @@ EVALUATE: dict[str, list[str]] = {  # other options
     "own loss, augmentation, metric": ["--trust-code"],
     "balanced sampling": ["--trust-code"],
     "gaussian noise": ["--trust-code"],
+    "values": ["--trust-code"],
 }
 ON_TWO_RANKS = "class weights"
 DRAWN_BY_PROCESSOR = ("own loss, augmentation, metric", "gaussian noise")  # normal deviates
@@ -141,6 +157,14 @@ def write_data(folder: Path) -> Path:
     for name, shape in SHAPES.items():
         splits = {split: make_images(rows, shape) for split, rows in ROWS.items()}
         hp.write_pack(folder / f"{name}.h5", splits, names)
+    entries = {
+        split: draw_entries(np.random.default_rng(rows), rows, SHAPES["gray"])
+        for split, rows in ROWS.items()
+    }
+    classes = {split: (images, present) for split, (images, present, _) in entries.items()}
+    hp.write_pack(folder / "classes.h5", classes, names[:3])
+    values = {split: (images, values) for split, (images, _, values) in entries.items()}
+    hp.write_pack(folder / "values.h5", values, columns=["sum", "share"])
     with h5py.File(folder / "stored.h5", "w") as file:
         for split, rows in ROWS.items():
             images, labels = make_images(rows, SHAPES["colour"])
