@@ -262,6 +262,25 @@ def test_a_task_of_another_figure_has_columns_of_it(sweep, tmp_path):
     assert (first["best_validation_accuracy"], first["test_accuracy"]) == ("", "")
 
 
+@pytest.mark.parametrize(("final", "order"), [("best", ["n2", "n1"]), ("last", ["n1", "n2"])])
+def test_the_figure_of_best_by_ranks_the_networks_that_are_saved(sweep, final, order):
+    """One of --metric, by its direction; accuracy and loss say the contrary."""
+    facts = {
+        "figures": {"dice": "max", "accuracy": "max", "loss": "min"},
+        "settings": {"best_by": "dice:max", "final": final},
+    }
+    made = []
+    for values in ((0.2, 0.6, 0.5), (0.2, 0.7, 0.1)):
+        lines = [run_line(**facts), epoch_line(1)]
+        for epoch, dice in enumerate(values, start=1):
+            own = {"accuracy": 1 - dice, "loss": dice, "metrics": {"dice": dice}}
+            lines.append(evaluation_line(10 * epoch, **own))
+        made.append([*lines, end_line("done")])
+    assert list(results(sweep, made)) == order
+    shown = alone("watch", sweep.folder, "--once").out
+    assert "0.6000" in shown and "0.7000" in shown, "the best of each"
+
+
 def test_networks_that_died_are_unfinished(sweep):
     found = results(sweep, [[epoch_line(1)], None, accuracies(0.5, 0.5)])
     assert found == {"n1": "unfinished", "n2": "waiting", "n3": "done"}
