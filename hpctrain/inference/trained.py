@@ -283,6 +283,10 @@ class Predictions(dict[str, np.ndarray]):
     most probable class, ``label`` that class as a number, ``probability`` its probability. Then
     each class has a column with its probability. ``probabilities`` holds these together, (N, K)
     float32, and ``unusable`` the reason for each image that was left out, by its name.
+
+    Of several classes, ``prediction`` names those that are present, as in "cat;dog", without label
+    and probability. Of values, each column has one, in the unit of the data, and ``probabilities``
+    holds them, (N, T).
     """
 
     def __init__(

@@ -134,6 +134,8 @@ def end_epoch(run: Run) -> None:
 def note_unused(run: Run) -> None:
     """Note the parameters whose gradient was zero in the last step, if any."""
     message = run.trainer.message
+    if run.task.has_unknown and not message.weight():
+        return  # no entry was known
     segments = message.layout.segments
     gradients = [segment.of(message.gradients) for segment in segments]
     reached = torch.stack([gradient.any() for gradient in gradients]).tolist()
