@@ -53,10 +53,10 @@ CELL = 8  # pixels between the points of a cloud
 
 LEVEL = 0.4  # of the background
 CONTRAST = 0.11  # of all shapes against it
-KIND_CONTRAST = 0.12
-OWN_CONTRAST = 0.08
+KIND_CONTRAST = 0.18
+OWN_CONTRAST = 0.06
 CLOUD_CONTRAST = 0.12
-NOISE = 0.25  # largest change of a value
+NOISE = 0.2  # largest change of a value
 
 
 class Scene(NamedTuple):
