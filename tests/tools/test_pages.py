@@ -29,7 +29,8 @@ from tests.support.programs import run_program
 from tests.support.ranks import alone, command, job, on_ranks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = [page for page in PAGES if page.stem != "scientific"]  # by test_scientific_page.py
+# Those are run by test_scientific_page.py and test_targets_page.py.
+RUN = [page for page in PAGES if page.stem not in ("scientific", "targets")]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = r"mpirun|srun|sbatch|salloc|qsub|flux|python|pip|hpctrain|(scripts|slurm|tests)/\S+"
 START = re.compile(rf"(\w+=\S+ )*({COMMANDS})(\s|$)")

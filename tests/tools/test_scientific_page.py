@@ -59,21 +59,21 @@ def forget_all(comm, folder):
     sys.modules.pop("dicom", None)
 
 
-def lines_of(section):
-    """The commands of a section of the page, with small networks."""
-    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
-    page = Path("section.md")
-    page.write_text(text)
-    for line in commands(page):
+def lines_of(section, page=PAGE):
+    """The commands of a section of a page, with small networks."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
+    part = Path("section.md")
+    part.write_text(text)
+    for line in commands(part):
         for pattern, short in SHORT.items():
             line = re.sub(pattern, short, line)
         yield line
 
 
-def run_section(section) -> list[Ended]:
+def run_section(section, page=PAGE) -> list[Ended]:
     """Run the commands of a section; all must end well."""
     ended = []
-    for line in lines_of(section):
+    for line in lines_of(section, page):
         words = shlex.split(line)
         if words_of(line):
             ended.append(command(1, *words_of(line)[0], cwd=Path.cwd()))
