@@ -22,9 +22,10 @@ import pytest
 import torch
 from PIL import Image
 
+import hpctrain as hp
 from hpctrain.cli import parse
 from tests.support.launch import ROOT, run
-from tests.support.packs import draw_images, make_pack
+from tests.support.packs import draw_entries, draw_images, make_pack
 from tests.support.programs import run_program
 from tests.support.ranks import alone, command, job, on_ranks
 
@@ -196,6 +197,10 @@ def prepare(name, settings):
                     file[target.format(split=split)] = labels + number
     elif data not in ("", "shapes") and not Path(data).exists():
         make_pack(Path(data), ROWS, shape, 3)
+        if getattr(settings, "task", "") == "multilabel":
+            entries = draw_entries(np.random.default_rng(0), 60, shape)[:2]
+            splits = dict.fromkeys(("train", "validation", "test"), entries)
+            hp.write_pack(data, splits, ["a", "b", "c"], overwrite=True)
     init = getattr(settings, "init", None) or ""
     if init.endswith(".pth") and not Path(init).exists():
         exec(NETWORK, made := {})
@@ -217,7 +222,7 @@ def run_hpctrain(line):
     """Run one command of hpctrain; what it promised to write must be there."""
     words = words_of(line)[0]
     name, settings = parse(words)
-    if name == "train" and not {"--model", "--task"} & {*words}:
+    if name == "train" and not {"--model", "denoise"} & {*words}:
         words += ["--model", "page_net:resnet"]
     if name == "train" and "--epochs" not in words:
         words += ["--epochs", "1"]
