@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.emulated_gpu, pytest.mark.timeout(300)]
 CASES = ["class weights", "flips and shifts", "JPEG files, random parts"]
 CASES += ["own loss, augmentation, metric", "average", "salt and pepper", "gaussian noise"]
 CASES += ["16 bits, HDF5", "own augmentation, normalized", "16 bits, HDF5, normalized"]
+CASES += ["several classes", "values"]
 
 
 @pytest.fixture(scope="module")
