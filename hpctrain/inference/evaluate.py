@@ -48,7 +48,7 @@ from hpctrain.tasks.mistakes import Worst
 from hpctrain.tasks.residuals import Residuals
 from hpctrain.tasks.tally import MetricFigures, Tally, find_tally
 from hpctrain.tasks.task import Caption, Task
-from hpctrain.text import brief, listed, say
+from hpctrain.text import brief, listed, say, short_number
 from hpctrain.torch_errors import explain_errors
 from hpctrain.watchdog import started
 
@@ -385,7 +385,7 @@ def import_functions(network: TrainedNetwork, config: EvaluateConfig, comm: Comm
 
 def print_evaluation(result: Evaluation, task: Task, split: str) -> None:
     """Print the tables and the figures of a split."""
-    metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
+    metrics = "".join(f", {name} {short_number(value)}" for name, value in result.metrics.items())
     results.print_tables(
         (table for tally in result.tallies for table in tally.tables()),
         f"{split}: {result.rows:,} images, {task.describe(result.means)}{metrics}",

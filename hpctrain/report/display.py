@@ -237,7 +237,7 @@ def figures(record: Record, names: Iterable[str]) -> str:
         for name in (*names, *SHARES, *ERRORS)
         if name != "loss" and record.get(name) is not None
     }
-    texts |= {name: f"{value:.4f}" for name, value in own.items() if value is not None}
+    texts |= {name: short_number(value) for name, value in own.items() if value is not None}
     columns = [f"{name} {text}" for name, text in texts.items()]
     if loss is not None:
         columns.insert(0, f"loss {short_number(loss):>8}")

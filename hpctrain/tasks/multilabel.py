@@ -84,6 +84,11 @@ class Multilabel(EntriesTask):
                     f"{setting}: no training image is of class {listed(empty, 3)}; give a number"
                     " for each class"
                 )
+            if full := [names[k] for k in np.flatnonzero(absent == 0)]:
+                raise UsageError(
+                    f"{setting}: no training image is without class {listed(full, 3)}, whose weight"
+                    " would be 0; give a number for each class, or leave it out"
+                )
             return tuple(np.minimum(absent / present, MOST_WEIGHT).tolist())
         if len(weights) != len(names):
             raise UsageError(

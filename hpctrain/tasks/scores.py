@@ -36,6 +36,7 @@ END = 16.0  # the sigmoid of larger logits is 1 in float32
 #: The lowest and the highest threshold that is chosen: float32 holds other probabilities coarsely.
 LOWEST = -80.0
 HIGHEST = 12.0
+MARGIN = 0.1  # of a threshold below all scores
 EDGES = np.linspace(-END, END, BINS, endpoint=False)  # lower ends of the intervals
 PRINTED = 40  # most classes of a table
 
@@ -413,15 +414,18 @@ def at_threshold(
 def midpoint_below(score: float, *ranked: Ranked) -> float:
     """Return the middle between a score and the next lower one, so that rounding has no effect.
 
-    It is the score itself if there is no lower one, or no float64 between them.
+    It is `MARGIN` below the score if there is no lower one, and the score itself if there is no
+    float64 between them.
     """
     lower = -math.inf
     for samples in ranked:
         position = int(samples.scores.searchsorted(score))
         if position:
             lower = max(lower, float(samples.scores[position - 1]) + samples.width)
+    if lower == -math.inf:
+        return score - MARGIN
     middle = lower / 2 + score / 2
-    if lower < middle < math.inf:
+    if lower < middle:
         return middle
     return score
 

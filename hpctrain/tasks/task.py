@@ -30,6 +30,7 @@ from hpctrain.tasks.facts import FACTS, KINDS, TaskFacts, best_by, task_that_lea
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
 from hpctrain.tasks.tally import Block, Means, MetricFigures, Tally, two_sums
+from hpctrain.text import short_number
 
 # Sums of a shard, () each on the device: "loss", that of the samples' losses; "weight", that of
 # their weights, if they have any; and the task's own
@@ -288,7 +289,9 @@ class Task(ABC):
 
     def describe(self, figures: Mapping[str, Any]) -> str:
         """Return the figures of an evaluation as text."""
-        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+        return ", ".join(
+            f"{name.replace('_', ' ')} {short_number(value)}" for name, value in figures.items()
+        )
 
     # Answering
 

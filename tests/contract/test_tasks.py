@@ -139,3 +139,23 @@ def test_balanced_weights_are_those_of_known_entries_and_rare_classes_are_noted(
     assert "1 of 3 classes" in kind.weights_note(settings, weights)
     given = vars(hp.Config(task="multilabel", class_weights="100,2,3"))
     assert not kind.weights_note(given, weights)
+
+
+def test_classes_that_all_images_have_or_none_have_no_balanced_weight(tmp_path):
+    """Of one that all have, nothing would be learned with a weight of 0."""
+    labels = np.array([[1, 0, 0], [0, 1, 0], [0, 255, 0]] * 2, np.uint8)
+    labels[:, 2] = [0, 1, 1] * 2
+    settings = vars(hp.Config(task="multilabel", class_weights="balanced"))
+    for value, text in ((0, "of class b; give"), (1, "without class b, whose weight would be 0")):
+        labels[:, 1][labels[:, 1] < 255] = value
+        path = tmp_path / f"{value}.h5"
+        hp.write_pack(path, {"train": (np.zeros((6, 9, 9), np.uint8), labels)}, ["a", "b", "c"])
+        refused = pytest.raises(hp.UsageError, match=f"no training image is {text}")
+        with hp.Split(hp.read_pack(path), "train") as train, refused:
+            task_class("multilabel").find_weights(settings, train)
+
+
+def test_figures_in_small_units_are_printed_with_their_digits():
+    assert (
+        task_class("regress")().describe({"mae": 3.4998e-7, "r2": 0.5}) == "mae 3.50e-07, r2 0.5000"
+    )

@@ -99,6 +99,15 @@ def test_the_best_thresholds_give_the_f1_that_they_promise(comm):
     assert given.figures()["f1_macro"] > fixed.figures()["f1_macro"]
 
 
+@pytest.mark.ranks(1)
+def test_rounding_does_not_move_a_score_below_the_best_threshold(comm):
+    """Also the lowest of all, where F1 is largest if each sample is of the class."""
+    scores = np.array([[-0.3], [-0.25], [0.1], [2.0]], np.float32)
+    targets = np.array([[1], [1], [0], [1]], np.uint8)
+    (threshold,) = merged(comm, scores, targets).best_thresholds
+    assert -0.5 < threshold < -0.31
+
+
 @ON_RANKS
 def test_scores_in_intervals_differ_by_the_pairs_within_one(comm):
     """1,024 of them from -16 to 16; 0 is the end of one, so that F1 at 0.5 is exact."""
