@@ -97,6 +97,11 @@ def test_an_evaluation_gives_the_figures_of_the_task(batch):
     assert "loss" in given and task.describe(figures)
 
 
+def test_small_figures_are_printed_with_their_digits(batch):
+    if not batch.task.gives_images:
+        assert batch.task.describe({"loss": 0.25, "mae": 2.46e-10}) == "loss 0.2500, mae 2.46e-10"
+
+
 def test_answers_are_images_or_rows_of_a_table(batch):
     task = batch.task
     answers = task.answers(batch.outputs).numpy()
