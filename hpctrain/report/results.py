@@ -92,7 +92,7 @@ def draw_captioned(
     """Draw images (n, H, W, 1 or 3) in rows, each above the lines of its caption.
 
     Images are uint8, or floats in [0, 1]. They are enlarged or shrunk to a readable size. Returns
-    an array (h, w, 3) of uint8, with the `title` above all of them. Lines wider than a column are
+    an array (h, w, 3) of uint8, with the `title` above all of them. Lines wider than 240 pixels are
     shortened. The last two lines below the images with the numbers `marked` are red.
     """
     from PIL import Image, ImageDraw, ImageFont
@@ -102,10 +102,11 @@ def draw_captioned(
     for tile in tiles:
         tile.thumbnail((LARGEST, LARGEST))  # shrinks larger ones only
     height = tiles[0].height + LINE * len(captions[0]) + 3 * GAP
-    width = max(tiles[0].width, NARROWEST) + 2 * GAP
+    font = ImageFont.load_default(size=LINE - 3)
+    longest = max(font.getlength(line) for lines in captions for line in lines)
+    width = max(tiles[0].width, NARROWEST, min(LARGEST, math.ceil(longest))) + 2 * GAP
     columns = min(len(tiles), IN_A_ROW)
     rows = -(-len(tiles) // columns)
-    font = ImageFont.load_default(size=LINE - 3)
     head = 0
     across = columns * width
     if title:

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import hpctrain as hp
+from hpctrain.report.results import draw_captioned
 from tests.support.api import command_line
 from tests.support.external import write
 from tests.support.packs import make_pack
@@ -172,6 +173,13 @@ def test_the_picture_lies_beside_the_output_and_names_fit_their_images(
     assert {path.name for path in tmp_path.iterdir()} == {image.name, output, picture}
     sheet = read_sheet(tmp_path / picture)
     assert (sheet[:, -4:] == 255).all() and (sheet[84:104, 50:] < 128).any()
+
+
+def test_captions_up_to_240_pixels_are_whole():
+    images = np.zeros((2, 48, 48, 1), np.uint8)
+    words = ("none", "answer: effusion;pneumonia", "W" * 50)
+    widths = [draw_captioned(images, [("a",), (word,)]).shape[1] // 2 - 8 for word in words]
+    assert widths[0] == 120 < widths[1] < widths[2] == 240
 
 
 def test_a_network_that_restores_images_has_no_answers(trained, tmp_path):
