@@ -105,7 +105,9 @@ def test_values_are_in_the_units_of_the_data_and_several_classes_are_logits(tmp_
     (output,) = session.run(None, {"images": images})
     (given,) = session.get_outputs()
     assert given.name == ("scores" if task == "multilabel" else "values")
+    facts = session.get_modelmeta().custom_metadata_map
     if task == "multilabel":
+        assert json.loads(facts["thresholds"]) == [0.5, 0.5, 0.5]
         output = torch.from_numpy(output).sigmoid().numpy()
     np.testing.assert_allclose(output, answers, rtol=1e-4, atol=1e-4)
     if task == "regress":
