@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 
 from hpctrain.data.hdf5 import Unusable, find_dataset, locate_dataset
+from hpctrain.data.outliers import target_notes
 from hpctrain.data.stored import Stored
 from hpctrain.data.target_rows import (
     INVALID,
@@ -229,8 +230,8 @@ def find_marks(kind: TargetKind, values: np.ndarray, fills: tuple[float, ...]) -
 def check_known(path: str, targets: Targets, entries: np.ndarray) -> list[str]:
     """Raise UsageError for a class, or column, of which all `entries` (N, K) are unknown.
 
-    Returns notes on the number of unknown entries, and on classes that no known entry has, or all
-    have.
+    Returns notes on the number of unknown entries, on values that may stand for unknown, and on
+    classes that no known entry has, or all have.
     """
     unknown = np.count_nonzero(targets.is_unknown(entries), axis=0)
     never_known = unknown == len(entries)
@@ -248,7 +249,9 @@ def check_known(path: str, targets: Targets, entries: np.ndarray) -> list[str]:
             f"{unknown.sum():,} of {entries.size:,} entries are unknown ({listed(texts)}): they are"
             " in no loss and no figure"
         )
-    if targets.kind == "classes":
+    if targets.kind == "values":
+        notes += target_notes(targets.names, entries, "write NaN in its place")
+    elif targets.kind == "classes":
         for value in (1, 0):
             never = np.flatnonzero(~(entries == value).any(axis=0)).tolist()
             if never:

@@ -9,6 +9,7 @@ only negative value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from hpctrain.data.pack import Pack
 from hpctrain.data.scale import present_values
 from hpctrain.data.split import Split, probe_rows
+from hpctrain.text import brief, listed
 
 FAR = 1.0  # distance from all other values, in units of their range
 FAR_IF_NEGATIVE = 0.1  # likewise of the only negative value
@@ -47,13 +49,37 @@ def find_outlier(images: np.ndarray, nodata: float | None) -> Outlier | None:
     if images.dtype == np.uint8:
         return None
     for channel in range(images.shape[3]):
-        values = present_values(images[..., channel].reshape(-1), nodata)
-        if not values.size:
-            continue
-        for value in (values.min(), values.max()):
-            outlier = _compare(value, values)
-            if outlier is not None:
-                return outlier
+        outlier = _find(present_values(images[..., channel].reshape(-1), nodata))
+        if outlier is not None:
+            return outlier
+    return None
+
+
+def target_notes(columns: Sequence[str], targets: np.ndarray, remedy: str) -> list[str]:
+    """Return a note on values that may stand for unknown among targets (N, T), or none.
+
+    NaN is unknown; `remedy` says how to mark it, as "write NaN".
+    """
+    texts = list[str]()
+    for name, column in zip(columns, targets.T, strict=True):
+        outlier = _find(column[~np.isnan(column)])
+        if outlier is not None:
+            share = f"{100 * outlier.share:.2g} % of its values"
+            others = f"others {outlier.low:g} to {outlier.high:g}"
+            texts.append(f"{brief(name)} is {outlier.value:g} in {share} ({others})")
+    if not texts:
+        return []
+    return [f"{listed(texts)}: if this stands for unknown, {remedy}"]
+
+
+def _find(values: np.ndarray) -> Outlier | None:
+    """Return the smallest or largest of `values` (n,) that may mark missing data, or None."""
+    if not values.size:
+        return None
+    for value in (values.min(), values.max()):
+        outlier = _compare(value, values)
+        if outlier is not None:
+            return outlier
     return None
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpctrain.data.outliers import target_notes
 from hpctrain.data.targets import UNKNOWN, Targets
 from hpctrain.errors import UsageError, first_line
 from hpctrain.text import brief, counted, listed
@@ -64,6 +65,8 @@ def check_targets(
     if targets.kind != "class":
         _refuse_unknown(targets, rows["train"])
         notes += _describe_unknown(targets, rows)
+    if targets.kind == "values":
+        notes += target_notes(targets.names, rows["train"], "give NaN in its place")
     if targets.kind == "classes" and _are_one_hot(rows):
         notes.append(
             "each row of labels has a single 1: they are kept as several classes, for --task"

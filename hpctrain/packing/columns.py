@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from hpctrain.data.outliers import target_notes
 from hpctrain.data.targets import UNKNOWN, Targets
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.packing.names import class_notes, class_order, number_names
@@ -39,6 +40,7 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.AS
 SMALLEST = float(np.finfo(np.float32).tiny)  # smaller ones lose digits
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_WHOLE = 1 << 24  # float32 has all whole numbers up to it
+PRESENCE = (0, 1, -1)  # often stand for absent, present and unknown classes
 MOST_CLASSES = 1000  # more are noted
 MOST_BYTES = 1 << 32  # of the targets of classes
 ADVICE = (
@@ -274,6 +276,16 @@ class Values:
                 f"rounded to float32, which has whole numbers up to {LARGEST_WHOLE:,}:"
                 f" {listed(rounded)}"
             )
+        notes += target_notes(self.names, rows, "leave its cells empty")
+        binary = [
+            name for name, column in zip(self.names, rows.T, strict=True) if is_binary(column)
+        ]
+        if binary:
+            notes.append(
+                f"packed as values, with no others than {listed(PRESENCE)}: {listed_names(binary)};"
+                " if they say which classes an image has, list these in a column labels, as a;b,"
+                " and ?a where it is unknown"
+            )
         return TableTargets(Targets("values", self.names), rows, notes)
 
 
@@ -300,3 +312,8 @@ def read_number(text: str) -> float:
 def is_empty(column: np.ndarray) -> bool:
     """Whether all values (N,) are unknown."""
     return bool(np.isnan(column).all())
+
+
+def is_binary(column: np.ndarray) -> bool:
+    """Whether the known values (N,) may say which images have a class."""
+    return bool(np.isin(column[~np.isnan(column)], PRESENCE).all())

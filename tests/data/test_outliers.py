@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 import hpctrain as hp
+from hpctrain.data.outliers import target_notes
 from tests.support.api import images_note
 from tests.support.external import read, write
+from tests.support.pictures import make_pack
 from tests.support.ranks import command
 
 RNG = np.random.default_rng(0)
@@ -100,3 +102,38 @@ def test_training_in_place_write_pack_and_pack_say_it(tmp_path, capfd):
     ended = command(1, "pack", tmp_path / "scenes", "--split", "1", cwd=tmp_path)
     assert ended.code == 0
     assert proposal in ended.err
+
+
+# Targets
+
+AGES = np.float32([61.5, np.nan, 34, 8, 72, 55, 19, 80, 47, 23])
+SIZES = np.float32([2, 3, 0, 5, 1, 0, 4, 2, 1, np.nan])
+
+
+def test_a_value_far_from_the_others_may_stand_for_unknown():
+    marked = AGES.copy()
+    marked[[2, 5]] = -999
+    (text,) = target_notes(["size", "age"], np.stack([SIZES, marked], 1), "write NaN")
+    said = "age is -999 in 22 % of its values (others 8 to 80)"
+    assert text == f"{said}: if this stands for unknown, write NaN"
+    assert target_notes(["size", "age"], np.stack([SIZES, AGES], 1), "write NaN") == []
+    assert target_notes(["age"], np.full((3, 1), np.nan, np.float32), "write NaN") == []
+
+
+def test_it_is_said_of_files_arrays_and_tables(tmp_path, capfd):
+    marked = np.nan_to_num(AGES, nan=-999)
+    marked[3] = -999
+    images = np.zeros((10, 8, 8), np.uint8)
+    images[:, 0, 0] = range(10)
+    path = write(tmp_path / "a.h5", images, marked)
+    said = "y is -999 in 20 % of its values (others 19 to 80): if this stands for unknown, "
+    assert f"{said}write NaN in its place" in images_note(read(path, kind="values"))
+    hp.write_pack(tmp_path / "pack.h5", {"train": (images, marked)}, columns=["y"])
+    assert f"{said}give NaN in its place" in capfd.readouterr().err
+    lines = ["path,y"]
+    for row, image in enumerate(images):
+        np.save(tmp_path / f"{row}.npy", image)
+        lines.append(f"{row}.npy,{marked[row]}")
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    make_pack(tmp_path / "a.csv", tmp_path / "b.h5", split="1", targets="y")
+    assert f"{said}leave its cells empty" in capfd.readouterr().err

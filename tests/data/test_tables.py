@@ -165,6 +165,14 @@ def test_whole_numbers_that_are_rounded_and_columns_that_are_not_read_are_said(
     assert "not read, since --targets names others: label of " in said
 
 
+def test_columns_of_0_and_1_may_be_meant_as_classes(write, tmp_path, capfd):
+    for number, cells in enumerate(("1,0,2", "1,-1,0", "1,0,0")):
+        text = f"path,a,b,n\n{{}},0,1,1\n{{}},,1,0\n{{}},{cells}\n"
+        make_pack(write(text), tmp_path / f"{number}.h5", split="1", targets="a,b,n")
+        names = "a, b" if "2" in cells else "a, b, n"
+        assert f"no others than 0, 1, -1: {names}; if they say" in capfd.readouterr().err
+
+
 def test_a_table_of_values_needs_no_suffix(write, tmp_path):
     table = write("path,age\n{},3\n{},5\n", "patients")
     assert targets(make_pack(table, tmp_path / "a.h5", split="1", targets="age"))[0][1] == [5]

@@ -80,6 +80,15 @@ def test_several_classes_of_a_table(folder):
     assert len(answers) == 6 and {"prediction", "edema", "effusion"} <= {*answers[0]}
 
 
+def test_columns_of_0_and_1_become_classes(folder):
+    rows = [["a.png", 3, "1.0", "-1"], ["b.png", 3, "0", ""], ["c.png", 4, "0.0", "1"]]
+    write_table("findings.csv", ["path", "patient", "edema", "effusion"], rows)
+    exec(Path("labels.py").read_text(), {})
+    written = Path("xrays.csv").read_text().split()
+    expected = ["path,labels,group", "a.png,edema;?effusion,3", "b.png,?effusion,3"]
+    assert written == [*expected, "c.png,effusion,4"]
+
+
 def test_values_of_a_table(folder):
     tifffile = pytest.importorskip("tifffile")
     rng = np.random.default_rng(0)
