@@ -45,6 +45,7 @@ from hpctrain.parallel.mpi import (
     on_root,
 )
 from hpctrain.plan import TargetScaling, model_name
+from hpctrain.tasks.facts import FACTS
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.text import listed
@@ -132,6 +133,7 @@ def make_network(
         str(init or ""),
         scale_note(init, pack),
         split_note(init, pack),
+        outputs_note(init, pack, config.task),
         why,
         kind.weights_note(vars(config), weights),
         rounding_note(config, normalization, pack),
@@ -215,6 +217,20 @@ def split_note(init: InitialWeights | None, pack: Pack) -> str:
     return (
         f"--init {init.path}: its training images were drawn from this file {trained}, and those of"
         f" this run {drawn}: it may know images that are tested here"
+    )
+
+
+def outputs_note(init: InitialWeights | None, pack: Pack, task: str) -> str:
+    """Return a note if the outputs of --init, which are kept, had another meaning, or ""."""
+    if init is None or init.fresh or "task" not in init.metadata:
+        return ""
+    metadata = init.metadata
+    names = tuple(metadata.get("columns") or metadata["classes"])
+    if (metadata["task"], names) == (task, pack.targets.names) or not FACTS[task].targets:
+        return ""
+    return (
+        f"--init {init.path}: its outputs, which are kept, were those of --task {metadata['task']}"
+        f" for {listed(names, 5)}; here they are for {listed(pack.targets.names, 5)}"
     )
 
 

@@ -71,6 +71,15 @@ def as_table(path):
         return list(csv.DictReader(file))
 
 
+def test_outputs_of_first_weights_with_another_meaning_are_named(runs, tmp_path, capfd):
+    """Another task, or other classes; not those of the same classes."""
+    data = write(tmp_path / "multilabel.h5", "multilabel")
+    for task, is_named in (("classify", True), ("multilabel", False)):
+        train(tmp_path, data, task="multilabel", init=runs[task], run=task, progress="plain")
+        text = "were those of --task classify for dust, crack, row; here they are for dust, crack,"
+        assert (text in " ".join(capfd.readouterr().out.split())) == is_named
+
+
 @pytest.mark.parametrize("task", ["classify", "multilabel", "regress"])
 def test_an_hdf5_file_of_answers_has_the_rows_of_the_images(runs, tmp_path, task):
     images = images_of(11, 5)
