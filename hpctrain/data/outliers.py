@@ -58,11 +58,12 @@ def find_outlier(images: np.ndarray, nodata: float | None) -> Outlier | None:
 def target_notes(columns: Sequence[str], targets: np.ndarray, remedy: str) -> list[str]:
     """Return a note on values that may stand for unknown among targets (N, T), or none.
 
-    NaN is unknown; `remedy` says how to mark it, as "write NaN".
+    NaN is unknown; `remedy` says how to mark it, as "write NaN". The only negative value need not
+    be far from the others: -1 among ages.
     """
     texts = list[str]()
     for name, column in zip(columns, targets.T, strict=True):
-        outlier = _find(column[~np.isnan(column)])
+        outlier = _find(column[~np.isnan(column)], far_if_negative=0)
         if outlier is not None:
             share = f"{100 * outlier.share:.2g} % of its values"
             others = f"others {outlier.low:g} to {outlier.high:g}"
@@ -72,18 +73,18 @@ def target_notes(columns: Sequence[str], targets: np.ndarray, remedy: str) -> li
     return [f"{listed(texts)}: if this stands for unknown, {remedy}"]
 
 
-def _find(values: np.ndarray) -> Outlier | None:
+def _find(values: np.ndarray, far_if_negative: float = FAR_IF_NEGATIVE) -> Outlier | None:
     """Return the smallest or largest of `values` (n,) that may mark missing data, or None."""
     if not values.size:
         return None
     for value in (values.min(), values.max()):
-        outlier = _compare(value, values)
+        outlier = _compare(value, values, far_if_negative)
         if outlier is not None:
             return outlier
     return None
 
 
-def _compare(value: np.generic, values: np.ndarray) -> Outlier | None:
+def _compare(value: np.generic, values: np.ndarray, far_if_negative: float) -> Outlier | None:
     """Return the outlier that `value`, the smallest or largest of `values` (n,), is; or None."""
     number = float(value)
     others = values[values != value]
@@ -95,7 +96,7 @@ def _compare(value: np.generic, values: np.ndarray) -> Outlier | None:
     neighbour = low if number < low else high
     far = FAR
     if number < 0 <= low:
-        far = FAR_IF_NEGATIVE
+        far = far_if_negative
     if low == high or abs(neighbour - number) <= far * (high - low):
         return None
     if count < np.count_nonzero(others == neighbour):
