@@ -212,7 +212,9 @@ def check_entries(
     if values.shape[1] > 1:
         place += f", column {column}"
     if kind == "classes":
-        other = "--task classify" if values.shape[1] == 1 else "--task regress"
+        other = "--task regress"
+        if values.shape[1] == 1 and float(value).is_integer():
+            other = "--task classify"
         raise Unusable(
             f"the targets {name} hold {value:g} in {place}: a class is 1 or 0, and unknown are NaN,"
             f" {listed(MARKS)} and fill values; {other} learns other numbers"

@@ -319,7 +319,8 @@ REFUSED = {  # kind, targets, and what the line says
     "a column without --task": ("class", VALUES[:, 0], "if these are values, give --task regress"),
     "2": ("classes", changed(CLASSES, (6, 2), 2), "hold 2 in row 6, column 2"),
     "a half": ("classes", changed(HOT, (6, 2), 0.5), "hold 0.5 in row 6, column 2"),
-    "numbers of classes": ("classes", LABELS, "in row 96: a class is 1 or 0"),
+    "numbers of classes": ("classes", LABELS, "fill values; --task classify learns other numbers"),
+    "a column of values": ("classes", VALUES[:, 0], "fill values; --task regress learns other"),
     "text for classes": (
         "classes",
         np.array([b"a"] * ROWS),
