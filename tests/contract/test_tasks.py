@@ -164,3 +164,25 @@ def test_figures_in_small_units_are_printed_with_their_digits():
     assert (
         task_class("regress")().describe({"mae": 3.4998e-7, "r2": 0.5}) == "mae 3.50e-07, r2 0.5000"
     )
+
+
+@pytest.mark.parametrize("name", ["multilabel", "regress"])
+def test_figures_of_right_answers_are_the_better_ones(name):
+    targets = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    given = {"thresholds": (0.5, 0.5)}
+    if name == "regress":
+        given = {"scaling": ((0.0, 0.0), (1.0, 1.0))}
+    task = task_class(name)(names=("a", "b"), **given)
+    stored = targets.numpy().astype("u1" if name == "multilabel" else "f4")
+    block = SimpleNamespace(rows=np.arange(4), targets=stored)
+    right, wrong = {}, {}
+    for outputs, figures in ((targets - 0.1, right), (0.9 - targets, wrong)):
+        for tally in task.tallies():
+            measured = tally.measure(outputs, None, targets)
+            tally.add(block, {key: value.numpy() for key, value in measured.items()})
+            tally.merge([tally.part()], MPI.COMM_SELF)
+            figures |= tally.figures()
+    assert {*task.facts.figures} <= {*right}
+    for figure, value in right.items():
+        better = {"max": value > wrong[figure], "min": value < wrong[figure]}
+        assert better[task.facts.directions[figure]], figure
