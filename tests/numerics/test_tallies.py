@@ -6,6 +6,7 @@ Scores that are counted in intervals differ by at most the pairs within one.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -263,3 +264,22 @@ def test_predictions_of_nan_are_the_worst(comm):
     tally = tallied(comm, Residuals("a", [1.0], None, most=2), 29, measured)
     assert all(np.isnan(value) for value in tally.figures().values())
     assert [estimate.row for estimate in tally.worst] == [11, 0]
+
+
+@pytest.mark.ranks(1)
+def test_errors_of_blocks_are_added_exactly(comm):
+    """So their order, which depends on the ranks, has no effect: here of very unlike errors."""
+    random = np.random.default_rng(0)
+    tally = Residuals(("a",), (1.0,), lambda outputs: outputs)
+    for number in range(30):
+        true = random.standard_normal((7, 1)).astype(np.float32)
+        predicted = true * 10.0 ** random.uniform(-3, 12, (7, 1))
+        block = SimpleNamespace(rows=np.arange(7) + 7 * number, targets=true)
+        tally.add(block, {"predicted": predicted})
+    blocks, *others = tally.part()
+    merged_columns = set()
+    for _ in range(20):
+        order = random.permutation(30)
+        tally.merge([([blocks[place] for place in order], *others)], MPI.COMM_SELF)
+        merged_columns.add(repr(tally.by_column))
+    assert len(merged_columns) == 1
