@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from functools import partial
 
 import pytest
 
@@ -118,7 +119,10 @@ def test_a_task_of_another_figure_has_its_curves(tmp_path, watch):
     pytest.importorskip("plotext")
     watching = watch(make_other(tmp_path / "one", 4.0, 2.0))
     watching.wait_for("one: done", "validation loss 0.5000 mae 2.0000", "q quit")
-    wait_for(lambda: re.search(" {9}loss {9,}mae {9}", watching.read()))  # drawn once they are read
+    has_curves = partial(re.search, " {9}loss {9,}mae {9}")
+    wait_for(lambda: has_curves(watching.read()))  # drawn once its figures are read
+    watching.press("j")  # the displays before have the figures of a run that is not read yet
+    wait_for(lambda: has_curves(watching.read()))
     assert "accuracy" not in watching.read()
 
 
