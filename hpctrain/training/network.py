@@ -44,7 +44,7 @@ from hpctrain.parallel.mpi import (
     on_all,
     on_root,
 )
-from hpctrain.plan import TargetScaling, model_name
+from hpctrain.plan import Plan, TargetScaling, model_name
 from hpctrain.tasks.facts import FACTS
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
@@ -98,11 +98,7 @@ def make_network(
     move_model(model, device, config.channels_last)
     like = input_like(model)
     kind = task_class(config.task)
-    weights = on_root(comm, kind.find_weights, vars(config), data.train)
-    if begun:
-        target_scaling = begun.target_scaling
-    else:
-        target_scaling = on_root(comm, kind.find_scaling, vars(config), data.train)
+    weights, target_scaling = on_root(comm, measure_targets, config, data.train, begun)
     precision = begun.precision if begun else config.precision
     resolved = {
         "precision": precision,
@@ -232,6 +228,17 @@ def outputs_note(init: InitialWeights | None, pack: Pack, task: str) -> str:
         f"--init {init.path}: its outputs, which are kept, were those of --task {metadata['task']}"
         f" for {listed(names, 5)}; here they are for {listed(pack.targets.names, 5)}"
     )
+
+
+def measure_targets(
+    config: Config, train: Split, begun: Plan | None
+) -> tuple[tuple[float, ...], TargetScaling | None]:
+    """Return the weights of classes, and by what targets are scaled. Raises UsageError."""
+    kind = task_class(config.task)
+    weights = kind.find_weights(vars(config), train)
+    if begun:
+        return weights, begun.target_scaling
+    return weights, kind.find_scaling(vars(config), train)
 
 
 def choose_memory_format(
