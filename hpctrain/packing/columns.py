@@ -56,7 +56,7 @@ class TableTargets(NamedTuple):
     notes: list[str]
 
 
-class TargetColumns(Protocol):
+class CellCollector(Protocol):
     """Collects the cells of the columns with the targets."""
 
     @property
@@ -72,7 +72,7 @@ class TargetColumns(Protocol):
 
 def choose_columns(
     path: str, header: Sequence[str], named: Sequence[str] | None
-) -> tuple[TargetColumns, list[str]]:
+) -> tuple[CellCollector, list[str]]:
     """Return what collects the targets of a table, and notes on columns that are not read.
 
     header: its columns; named: those of --targets. Raises UsageError if it has no such columns.
@@ -94,7 +94,7 @@ def choose_columns(
         ignored = [name for name in labelled if name not in map(str.lower, named)]
         if ignored:
             notes.append(f"not read, since --targets names others: {listed(ignored)} of {path}")
-        return Values(path, tuple(named)), notes
+        return ValueCells(path, tuple(named)), notes
     if len(labelled) > 1:
         raise UsageError(
             f"{path} has the columns label, for one class of each image, and labels, for several:"
@@ -103,11 +103,11 @@ def choose_columns(
     if not labelled:
         raise UsageError(f"{path} has the columns {listed_names(header)}: {ADVICE}")
     if labelled == [LABEL]:
-        return Label(path), []
-    return Labels(path, has_unknown=UNKNOWN_CLASSES in plain), []
+        return ClassCells(path), []
+    return ClassesCells(path, has_unknown=UNKNOWN_CLASSES in plain), []
 
 
-class Label:
+class ClassCells:
     """The column ``label``: one class of each image."""
 
     names: tuple[str, ...] = (LABEL,)
@@ -132,7 +132,7 @@ class Label:
         return TableTargets(Targets("class", classes), rows, class_notes(self._spellings))
 
 
-class Labels:
+class ClassesCells:
     """The columns ``labels`` and ``unknown``: any number of classes of each image."""
 
     def __init__(self, path: str, has_unknown: bool) -> None:
@@ -227,7 +227,7 @@ class Labels:
         return notes
 
 
-class Values:
+class ValueCells:
     """The columns of --targets: numbers."""
 
     def __init__(self, path: str, names: tuple[str, ...]) -> None:
