@@ -90,6 +90,13 @@ class Regress(EntriesTask):
                 )
         return statistics.mean_and_std()
 
+    def metadata(self) -> dict[str, Any]:
+        """Return mean and deviation of the columns, and whether values are scaled by them."""
+        return {
+            "target_scaling": self.scaling,
+            "target_scale": "std" if self.restore else "none",
+        }
+
     # Learning
 
     def stage(self, inputs: Tensor, targets: Tensor, key: int) -> tuple[Tensor, Tensor]:

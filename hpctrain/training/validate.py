@@ -101,10 +101,8 @@ def network_metadata(run: Run) -> dict[str, Any]:
     elif scaling:
         mean, std = scaling
     values: dict[str, Any] = {}  # of packs of values only
-    if columns := run.pack.targets.columns:
-        values["columns"] = columns
-        values["target_scaling"] = run.plan.target_scaling
-        values["target_scale"] = run.config.target_scale
+    if run.pack.targets.columns:
+        values["columns"] = run.pack.targets.columns
     scale = run.pack.scale
     if run.plan.stored_range is not None:
         scale = scale.with_ranges(*run.plan.stored_range)
