@@ -44,8 +44,6 @@ from hpctrain.report.record import value_in, without_nonfinite
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import import_own
-from hpctrain.tasks.mistakes import Worst
-from hpctrain.tasks.residuals import Residuals
 from hpctrain.tasks.tally import MetricFigures, Tally, find_tally
 from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import brief, listed, say, short_number
@@ -98,8 +96,7 @@ class Evaluation:
         Each is an `Answer` or, of several classes, an `Entry`, both by their probability; of
         values it is an `Estimate`, by its error.
         """
-        lists = [tally.worst for tally in self.tallies if isinstance(tally, Worst | Residuals)]
-        return lists[0] if lists else []
+        return [answer for tally in self.tallies for answer in tally.worst]
 
     def value(self, name: str) -> float | None:
         """Return a figure, of --metric, too; None if it has none of this name."""

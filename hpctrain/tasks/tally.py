@@ -48,6 +48,9 @@ class Block(NamedTuple):
 class Tally(ABC):
     """Something that is accumulated over the blocks of an evaluation."""
 
+    #: The worst answers that it keeps, the worst first.
+    worst: Sequence[Any] = ()
+
     @abstractmethod
     def measure(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return what `add` needs of a block, computed on the device; it should be small.
