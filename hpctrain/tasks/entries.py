@@ -12,6 +12,7 @@ of the global batch, known or not, so that they are of the size that they will h
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -45,9 +46,9 @@ class EntriesTask(Task):
     def entries(self) -> int:
         return len(self.names)
 
+    @abstractmethod
     def entry_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the losses (n, K) of entries, for targets without NaN."""
-        raise NotImplementedError
 
     def known_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the losses (n, K) of entries, 0 where they are unknown, and so is the gradient."""
