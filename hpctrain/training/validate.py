@@ -22,6 +22,7 @@ from hpctrain.parallel.mpi import agreed, on_all, on_root
 from hpctrain.report.find import NETWORK_FILE, best_file, evaluation_file
 from hpctrain.report.metrics import Figure
 from hpctrain.tasks.facts import all_settings
+from hpctrain.text import counted
 from hpctrain.training.state import CannotContinue, Reached, Run, Undefined, read_on_all
 from hpctrain.watchdog import doing, running_time
 
@@ -68,13 +69,10 @@ def validate(run: Run) -> None:
     else:
         state.waited += 1
     if patience and state.waited >= patience and not state.ended:
-        better = f"below the {-best.score:.4g}"
-        if by.direction == "max":
-            better = f"above the {best.score:.4g}"
-        article = "an" if by.figure.startswith(("a", "e", "i", "o")) else "a"
-        figure = f"{article} {by.figure} {better} of step {state.best.step}"
+        value_text = "none" if best.value is None else f"{best.value:.4g}"
+        than = f"than {value_text} of step {state.best.step}"
         state.ended = Status.DONE
-        state.reason = f"{patience} validations without {figure}"
+        state.reason = f"no better {by.figure} {than} in {counted(patience, 'validation')}"
 
 
 def check_defined(run: Run, figure: Figure) -> None:

@@ -455,7 +455,7 @@ def test_the_reason_of_patience_does_not_outlive_an_extension(settings):
 
     settings |= {**NEVER_BETTER, "validate_every": "2epochs", "patience": 1}
     assert launch(settings, epochs=4).step == 28
-    assert "1 validations without a loss" in records(settings, "end")[-1]["reason"]
+    assert "no better loss than" in records(settings, "end")[-1]["reason"]
     assert launch(settings, epochs=5, first=halve).step == 35
     assert records(settings, "end")[-1]["reason"] is None
 

@@ -63,7 +63,7 @@ def test_patience_is_counted_in_validations_without_a_smaller_loss(comm, overfit
         for place in range(best):  # it had not ended earlier
             assert min(losses[place + 1 : place + 1 + patience]) < min(losses[: place + 1])
         reason = records(overfitting, "end")[-1]["reason"]
-        assert f"{patience} validations" in reason and f"step {steps[best]}" in reason
+        assert f"in {patience} validation" in reason and f"step {steps[best]}" in reason
 
 
 @pytest.mark.parametrize("final", ["last", "best"])
@@ -111,9 +111,8 @@ def test_the_best_network_is_that_of_the_figure_that_is_named(comm, overfitting,
     if comm.rank == 0:
         (end,) = records(other, "end")
         until = values[: end["steps"] // 2]
-        where = {max: "above", min: "below"}[better]
-        what = f"2 validations without a{'n' * (figure[0] == 'a')} {figure} {where}"
-        assert end["reason"].startswith(what) and f"of step {ended.step}" in end["reason"]
+        reached = f"{better(until):.4g} of step {ended.step}"
+        assert end["reason"] == f"no better {figure} than {reached} in 2 validations"
         assert until.index(better(until)) == len(until) - 3 == ended.step // 2 - 1
     with pytest.raises(hp.UsageError, match="was begun with --best-by"):
         hp.train(**{**settings, "best_by": "loss", "epochs": 13})
