@@ -87,7 +87,7 @@ FACTS: dict[str, TaskFacts] = {
     "multilabel": TaskFacts(
         help="all of its classes",
         use="finds classes of images",
-        answered="answered",
+        answered="labelled",
         figures={"mAP": "max", "loss": "min"},
         loss="binary cross-entropy",
         targets="classes",
