@@ -36,7 +36,7 @@ from hpctrain.data.external_targets import (
     FileTargets,
     columns_of_set,
     dataset_names,
-    join_columns,
+    describe_columns,
     read_file_targets,
     stored_format,
 )
@@ -198,7 +198,7 @@ def read_file_of_set(path: str, options: ExternalOptions) -> file_index.FileCont
             names += datasets
             targets = read_file_targets(file, datasets, rows, options.kind, sizes)
             texts = targets.targets
-            label_type = join_columns(targets.parts)
+            label_type = describe_columns(targets.parts)
         elif options.labels:
             labels = find_dataset(file, options.labels)
             names.append(labels.name)

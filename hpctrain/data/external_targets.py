@@ -93,14 +93,14 @@ def check_numbers(data: h5py.Dataset, kind: TargetKind) -> None:
     needed = "numbers"
     if kind == "classes":
         needed = "0 and 1 of each class, (N, K)"
-    what = data.dtype
+    stored = str(data.dtype)
     if h5py.check_string_dtype(data.dtype):
-        what = "strings"
+        stored = "strings"
     elif h5py.check_enum_dtype(data.dtype):
-        what = "an enumeration"
+        stored = "an enumeration"
     elif data.dtype.kind in "biuf":
         return
-    raise Unusable(f"the targets {data.name} are {what}, and {task} learns {needed}")
+    raise Unusable(f"the targets {data.name} are {stored}, and {task} learns {needed}")
 
 
 def locate_columns(
@@ -265,7 +265,7 @@ def check_known(path: str, targets: Targets, entries: np.ndarray) -> list[str]:
     return notes
 
 
-def join_columns(parts: Sequence[TargetColumns]) -> str:
+def describe_columns(parts: Sequence[TargetColumns]) -> str:
     """Return the format of datasets of targets, in which files of a set must agree."""
     texts = []
     for part in parts:

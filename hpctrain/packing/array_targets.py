@@ -29,7 +29,7 @@ class ArrayTargets(NamedTuple):
 
     targets: Targets
     rows: dict[str, np.ndarray]  # (n, ...) by split, as they are stored
-    notes: list[str]  # what was changed, and what may not be meant
+    notes: list[str]  # on entries that were changed or are unknown, or may not be meant
 
 
 def check_targets(
