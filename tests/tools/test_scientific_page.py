@@ -44,12 +44,17 @@ MARGIN = 0.25  # of accuracy, above that of chance
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of a user, without any data."""
-    (tmp_path / "page_net.py").write_text(NETWORK)
+    yield from user_folder(tmp_path, monkeypatch, PAGE)
+
+
+def user_folder(folder, monkeypatch, page):
+    """Yield a folder with a small network and the files that a page shows; forget its modules."""
+    (folder / "page_net.py").write_text(NETWORK)
     job().ready()  # before it can start in this folder, which goes if the test passes
-    monkeypatch.chdir(tmp_path)
-    write_files(PAGE)
-    yield tmp_path
-    on_ranks(1, forget_all, folder=tmp_path)
+    monkeypatch.chdir(folder)
+    write_files(page)
+    yield folder
+    on_ranks(1, forget_all, folder=folder)
 
 
 def forget_all(comm, folder):

@@ -12,15 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.support.launch import ROOT
-from tests.support.ranks import job, on_ranks
-from tests.tools.test_pages import write_files
-from tests.tools.test_scientific_page import (
-    NETWORK,
-    forget_all,
-    rows_of,
-    run_section,
-    spots,
-)
+from tests.tools.test_scientific_page import rows_of, run_section, spots, user_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PAGE = ROOT / "docs/targets.md"
@@ -29,12 +21,7 @@ PAGE = ROOT / "docs/targets.md"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of a user, without any data."""
-    (tmp_path / "page_net.py").write_text(NETWORK)
-    job().ready()  # before it can start in this folder, which goes if the test passes
-    monkeypatch.chdir(tmp_path)
-    write_files(PAGE)
-    yield tmp_path
-    on_ranks(1, forget_all, folder=tmp_path)
+    yield from user_folder(tmp_path, monkeypatch, PAGE)
 
 
 def figures_of(run):
