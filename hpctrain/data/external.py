@@ -72,8 +72,7 @@ from hpctrain.data.strata import (
     assign_groups,
     check_splits,
     divide_by_shares,
-    label_sets,
-    value_sets,
+    strata_of,
 )
 from hpctrain.data.target_rows import ExternalTargets, TargetColumns, mark_unknown
 from hpctrain.data.targets import HELD_BYTES, Targets
@@ -205,17 +204,16 @@ def name_classes(values: np.ndarray) -> Targets:
 
 def choose_strata(pack: Pack, content: ExternalContent, split: str, values: np.ndarray) -> DrawnBy:
     """Return what the samples of a split are drawn by; `values` (K,) are the labels of classes."""
-    labels = content.labels[split]
+    targets = content.labels[split]
     kind = pack.targets.kind
     if kind == "class":
-        classes = np.searchsorted(values, labels).astype(np.min_scalar_type(len(values)))
-        return DrawnBy(ByClass(classes, len(values)), classes, None)
-    strata = label_sets([labels], labels.shape[1]) if kind == "classes" else value_sets(labels)
-    if labels[:1].nbytes <= HELD_BYTES:
-        return DrawnBy(strata, labels, None)
-    probe = np.ascontiguousarray(labels[probe_rows(len(labels))])
+        targets = np.searchsorted(values, targets).astype(np.min_scalar_type(len(values)))
+    strata = strata_of(pack.targets, targets)
+    if targets[:1].nbytes <= HELD_BYTES:
+        return DrawnBy(strata, targets, None)
+    probe = np.ascontiguousarray(targets[probe_rows(len(targets))])
     stored = ExternalTargets(kind, content.parts[split], zlib.crc32(as_bytes(probe)))
-    return DrawnBy(strata, labels, stored)
+    return DrawnBy(strata, targets, stored)
 
 
 def check_alike(path: str, content: ExternalContent, train: str, values: np.ndarray) -> None:

@@ -236,13 +236,9 @@ class Split:
 
         Of several classes, a sample counts for each that it is known to have.
         """
-        classes = len(self.pack.classes)
-        counts = np.zeros(classes, np.int64)
+        counts = np.zeros(len(self.pack.classes), np.int64)
         for targets in self.read_all_targets():
-            if self.pack.targets.kind == "class":
-                counts += np.bincount(targets, minlength=classes)
-            else:
-                counts += (targets == 1).sum(axis=0)
+            counts += self.pack.targets.count_known(targets)
         return counts
 
     def read_all_targets(self) -> Iterator[np.ndarray]:

@@ -23,6 +23,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from hpctrain.data.orders import shuffled
+from hpctrain.data.targets import Targets
 from hpctrain.errors import UsageError
 from hpctrain.text import counted, listed
 
@@ -220,6 +221,15 @@ def spread_class(
         if totals[split] < 0.5 and shares[split] and room[split] >= 1 and is_free.any():
             parts[np.where(is_free, totals, -1).argmax()] -= 1
             parts[split] += 1
+
+
+def strata_of(targets: Targets, rows: np.ndarray) -> Strata:
+    """Return by what samples with these targets (N, ...) are divided."""
+    if targets.kind == "class":
+        return ByClass(rows, len(targets.names))
+    if targets.kind == "classes":
+        return label_sets([rows], len(targets.names))
+    return value_sets(rows)
 
 
 def label_sets(pieces: Iterable[np.ndarray], classes: int) -> LabelSets:

@@ -85,6 +85,22 @@ class Targets(NamedTuple):
             return list[int](stored.tolist())
         return [zlib.crc32(row) for row in np.ascontiguousarray(stored, self.dtype)]
 
+    @property
+    def noun(self) -> str:
+        """What each of the names is of."""
+        return "column" if self.kind == "values" else "class"
+
+    def count_known(self, targets: np.ndarray) -> np.ndarray:
+        """Return how many of the targets (n, ...) are known to have each class, (K,) int64.
+
+        Of values it is how many are known in each column, (T,).
+        """
+        if self.kind == "class":
+            return np.bincount(targets, minlength=len(self.names))
+        if self.kind == "classes":
+            return np.count_nonzero(targets == 1, axis=0)
+        return np.count_nonzero(~self.is_unknown(targets), axis=0)
+
     def is_unknown(self, targets: np.ndarray) -> np.ndarray:
         """Return which entries (n, ...) are unknown."""
         if self.kind == "values":

@@ -201,10 +201,10 @@ def _check_shape(
     """Raise UsageError unless there are numbers for each sample and class or column."""
     shape = (samples, *targets.shape)
     if values.dtype.kind not in "biuf" or values.shape != shape or not samples:
-        noun = "column" if targets.kind == "values" else "class"
         raise UsageError(
             f"labels of {split} are {values.dtype} of shape {values.shape}: expected"
-            f" {samples:,} rows of {len(targets.names):,}, one entry for each {noun}: {expected}"
+            f" {samples:,} rows of {len(targets.names):,}, one entry for each {targets.noun}:"
+            f" {expected}"
         )
 
 

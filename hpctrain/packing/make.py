@@ -47,15 +47,7 @@ from hpctrain.data.partition import READ_BYTES
 from hpctrain.data.scale import usual_maximum
 from hpctrain.data.split import Bad, Split, pieces
 from hpctrain.data.statistics import BeyondMaximum, ChannelStatistics
-from hpctrain.data.strata import (
-    ByClass,
-    Strata,
-    assign_groups,
-    check_splits,
-    label_sets,
-    value_sets,
-)
-from hpctrain.data.targets import Targets
+from hpctrain.data.strata import assign_groups, check_splits, strata_of
 from hpctrain.data.values import Header
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import remove_left_behind, whole_file
@@ -223,7 +215,7 @@ def leave_out(
     """
     if not reasons:
         return
-    files = count_targets(source.targets, source.target_rows)
+    files = source.targets.count_known(source.target_rows)
     empty = [row for row, why in reasons.items() if isinstance(why, EmptyImage)]
     if source.corners is not None and len(empty) == len(reasons):
         names = listed_names(source.names[row] for row in sorted(empty))
@@ -244,28 +236,14 @@ def leave_out(
 
 def check_targets(source: Source, files: np.ndarray) -> None:
     """Raise UsageError if a class or column that had `files`, (K,), has none that can be read."""
-    left = count_targets(source.targets, source.target_rows)
+    left = source.targets.count_known(source.target_rows)
     for number in np.flatnonzero((files > 0) & (left == 0))[:1].tolist():
         count = counted(int(files[number]), "file")
-        what = "class"
-        if source.targets.kind == "values":
-            what = "column"
+        noun = source.targets.noun
         raise UsageError(
-            f"{what} {source.targets.names[number]} of {source.name} has no image: none of its"
-            f" {count} can be read; remove the {what}, or fetch its files again"
+            f"{noun} {source.targets.names[number]} of {source.name} has no image: none of its"
+            f" {count} can be read; remove the {noun}, or fetch its files again"
         )
-
-
-def count_targets(targets: Targets, rows: np.ndarray) -> np.ndarray:
-    """Return the number of images of each class, (K,), or with a known value in each column, (T,).
-
-    `rows` (n, ...) are the targets as stored.
-    """
-    if targets.kind == "class":
-        return np.bincount(rows, minlength=len(targets.names))
-    if targets.kind == "classes":
-        return np.count_nonzero(rows == 1, axis=0)
-    return np.count_nonzero(~targets.is_unknown(rows), axis=0)
 
 
 def drop_unreadable(source: Source, reasons: Mapping[int, BadImage]) -> None:
@@ -331,7 +309,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     If the source gives test but no validation, validation is drawn from the given train, in the
     ratio of these two shares. A fold is held out as test, or as validation of a given test.
     """
-    strata = strata_of(source)
+    strata = strata_of(source.targets, source.target_rows)
     together = source.duplicate_of
     is_grouped = bool((source.groups >= 0).any())
     if is_grouped:
@@ -391,15 +369,6 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     }
 
 
-def strata_of(source: Source) -> Strata:
-    """Return by what the splits of a source are stratified."""
-    if source.targets.kind == "class":
-        return ByClass(source.target_rows, len(source.targets.names))
-    if source.targets.kind == "classes":
-        return label_sets([source.target_rows], len(source.targets.names))
-    return value_sets(source.target_rows)
-
-
 def check_train(source: Source, train: np.ndarray) -> None:
     """Raise UsageError if there are no images `train` (n,), or all of a class or column is unknown.
 
@@ -410,7 +379,7 @@ def check_train(source: Source, train: np.ndarray) -> None:
     if source.targets.kind == "class":
         return
     is_unknown = source.targets.is_unknown(source.target_rows[train])
-    noun = "column" if source.targets.kind == "values" else "class"
+    noun = source.targets.noun
     for number in np.flatnonzero(is_unknown.all(axis=0))[:1].tolist():
         raise UsageError(
             f"{noun} {brief(source.targets.names[number])} of {source.name} is unknown for all"
@@ -796,10 +765,12 @@ def say_equal_files(source: Source, equal: Mapping[str, int]) -> None:
         groups.setdefault(int(source.duplicate_of[row]), []).append(row)
     several = [rows for rows in groups.values() if is_contradictory(source, rows)]
     if several:
-        what = "labels" if source.targets.classes else "values"
-        how = "in several classes" if source.targets.kind == "class" else f"with other {what}"
+        noun = "labels" if source.targets.classes else "values"
+        difference = f"with other {noun}"
+        if source.targets.kind == "class":
+            difference = "in several classes"
         note(
-            f"contradictory {what}: {counted(len(several), 'group')} of equal files {how}:"
+            f"contradictory {noun}: {counted(len(several), 'group')} of equal files {difference}:"
             f" {name_groups(source, several)}"
         )
     noun = "files" if source.files is None else "tiles"

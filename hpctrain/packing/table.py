@@ -34,10 +34,8 @@ def make_table(pack: Pack) -> Table:
     of values has their range and mean. Unknown entries are counted in a column of their own, if
     there are some.
     """
-    noun = "class"
     cells = count_by_class
     if pack.targets.kind == "values":
-        noun = "column"
         cells = ranges_of_columns
     columns = cells(pack)
     samples = [info.samples for info in pack.splits.values()]
@@ -46,7 +44,7 @@ def make_table(pack: Pack) -> Table:
     if unknown.any():
         columns["unknown"] = [f"{count:,}" for count in unknown.tolist()]
     totals += [""] * (len(columns) - len(totals))
-    table = Table(noun, *(Column(name, justify="right") for name in columns))
+    table = Table(pack.targets.noun, *(Column(name, justify="right") for name in columns))
     if len(pack.targets.names) < NAMES_SHOWN:
         for row in zip(pack.targets.names, *columns.values(), strict=True):
             table.add_row(*row)
