@@ -131,7 +131,7 @@ def open_source(
             raise UsageError(f"{path} is a table, and so is --manifest {manifest}: give one")
         manifest = str(path)
         path = path.absolute().parent
-    if columns and not manifest:
+    if columns and not manifest and path.exists():
         raise UsageError(
             f"--targets {','.join(columns)} names columns of a table: give one by --manifest"
         )

@@ -259,6 +259,7 @@ pack digits --encoding jpeg --output a.h5 | encoding digits
 pack digits --task regress --output a.h5 | task digits
 pack shapes --tiles 3x3 --output a.h5 | tiles shapes
 pack photos --task regress --output a.h5 | --task regress photos table
+pack nothing.csv --targets age --output a.h5 | source nothing.csv cannot be read
 pack photos --targets age --output a.h5 | --targets age --manifest
 pack photos --targets age,age --output a.h5 | --targets age,age
 pack --check plain.h5 | plain.h5
