@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from tests.support.runs import TrainedRuns, content_of, copy_runs, make_trained_
 
 # Ranks with several threads share the cores here: a thread that waits shall not spin on one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by libgomp when torch is imported
+# torchvision is imported beside a CPU build of torch: here, and in all programs that tests start.
+SITE = Path(__file__).parent / "libraries" / "site"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+runpy.run_path(str(SITE / "sitecustomize.py"))
 # Of hypothesis: the same examples in every run, however busy the machine is; or many new ones.
 settings.register_profile(
     "ci",
