@@ -6,7 +6,6 @@ one, and the records with their final digests; without MPI. Exit code 0 = equal,
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -194,7 +193,7 @@ def _settings(folders: list[Path]) -> Iterator[str]:
         except UnreadableFile as error:
             yield f"settings: {error.path} is corrupt: {error.cause}"
             return
-        both.append(settings | dataclasses.asdict(plan))
+        both.append(settings | plan.as_dict())
     a, b = both
     names = [name for name in a if a[name] != b.get(name) and name not in NOT_COMPARED]
     texts = [f"{name} {brief(a[name], 40)} and {brief(b.get(name), 40)}" for name in names]

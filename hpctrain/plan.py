@@ -22,8 +22,8 @@ from hpctrain.text import brief, counted, listed, min_to_max
 
 #: Mean and std by channel; () = images in [0, 1]; "image" = each channel of each image by itself.
 Scaling = tuple[tuple[float, ...], ...] | str
-#: Mean and std by column of values, by which targets are scaled (--target-scale) and errors told.
-TargetScaling = tuple[tuple[float, ...], tuple[float, ...]]
+#: What a task has measured of the training targets, by name: tuples, numbers and texts.
+Measured = dict[str, Any]
 #: Smallest and largest stored values of the channels, (C,) each.
 Ranges = tuple[tuple[float, ...], ...]
 #: Meaning of a plan's numbers. A default that changes raises it; a setting or field that is added
@@ -42,11 +42,10 @@ FREE = {
     *("resume", "time_limit", "hang_timeout", "test", "progress", "tensorboard", "dry_run"),
 }
 #: Settings that the plan resolves to numbers of other names.
-RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize"}
+RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize", "class_weights"}
 #: Facts that a plan holds as they are.
 FROM_FACTS = (
-    *("rows", "image_shape", "pack_uuid", "class_weights", "scaling", "split_seed"),
-    *("stored_range", "target_scaling"),
+    *("rows", "image_shape", "pack_uuid", "measured", "scaling", "split_seed", "stored_range"),
 )
 WARMUP_EPOCHS = 5.0  # by default if the learning rate grows with the batch
 WARMUP_FROM = 0.1  # fraction of the learning rate in the first step, if it does not
@@ -67,11 +66,10 @@ class Facts:
     min_samples: int  # a shard needs per step: 2 if a layer has one value per image and channel
     block_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
-    class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
+    measured: Measured = dataclasses.field(default_factory=lambda: {"class_weights": ()})
     scaling: Scaling = ()
     split_seed: int | None = None  # of the splits of an external file; None = those of a pack
     stored_range: Ranges | None = None  # of all training images; None = not measured
-    target_scaling: TargetScaling | None = None  # of --task regress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +96,12 @@ class Plan:
     patience: int  # validations without a smaller loss before training stops; 0 = never
     precision: str
     evaluation_rows: int  # samples of a block of an evaluation
-    class_weights: tuple[float, ...]  # in the loss; () = all alike
+    measured: Measured  # of the training targets, by the task
     scaling: Scaling
     device: str = ""  # "cpu" or "cuda" with --deterministic: bits depend on it
     threads: int = 0  # CPU threads of a rank with --deterministic: bits depend on them
     split_seed: int | None = None  # of an external file; None also where --seed drew the splits
     stored_range: Ranges | None = None  # with --normalize pack of an external file
-    target_scaling: TargetScaling | None = None  # of --task regress
     version: int = VERSION
 
     @cached_property
@@ -120,12 +117,18 @@ class Plan:
         """Steps of the whole run."""
         return self.epochs * self.steps_per_epoch
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return its fields by name, and what is measured beside them, as in its file."""
+        fields = dataclasses.asdict(self)
+        measured: Measured = fields.pop("measured")
+        return fields | measured
+
     def digest(self) -> str:
         """Return a hash of what is resolved, however the settings were given.
 
         A field at its default has no part in it.
         """
-        fields = dataclasses.asdict(self)
+        fields = self.as_dict()
         del fields["chosen"]
         for field in dataclasses.fields(self):
             if field.name != "version" and fields.get(field.name) == field.default:
@@ -133,7 +136,7 @@ class Plan:
         return _digest(fields)
 
     def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "digest": self.digest()}, sort_keys=True)
+        return json.dumps({**self.as_dict(), "digest": self.digest()}, sort_keys=True)
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
@@ -269,8 +272,13 @@ def read_plan(fields: Any) -> Plan:
     """
     try:
         digest = fields.pop("digest", None)
-        plan = Plan(**{name: _as_tuple(value) for name, value in fields.items()})
-    except (AttributeError, TypeError) as error:  # no object, a field is missing or unknown
+        values = {name: _as_tuple(value) for name, value in fields.items()}
+        names = {field.name for field in dataclasses.fields(Plan)}
+        measured = {
+            name: value for name, value in values.items() if name not in names and value is not None
+        }
+        plan = Plan(measured=measured, **{name: values[name] for name in names & values.keys()})
+    except (AttributeError, TypeError) as error:  # no object, or a field is missing
         raise ValueError(str(error)) from None
     if plan.version == VERSION and digest != plan.digest():
         raise ValueError(f"its digest is {plan.digest()}, and not {str(digest)[:16]} as it says")
@@ -302,9 +310,11 @@ def extend(plan: Plan, config: Config, facts: Facts) -> Plan:
         ("training images", plan.rows, facts.rows),
         ("image shape", plan.image_shape, facts.image_shape),
         ("model", plan.model, model_name(config, facts.image_shape)),
-        ("class weights", plan.class_weights, facts.class_weights),
     ):
         check_unchanged(name, old, new)
+    for name in {**plan.measured, **facts.measured}:
+        words = name.replace("_", " ")
+        check_unchanged(words, plan.measured.get(name), facts.measured.get(name))
     return dataclasses.replace(plan, epochs=max(plan.epochs, config.epochs or 0))
 
 
@@ -315,8 +325,17 @@ def check_unchanged(name: str, old: object, new: object) -> None:
         raise UsageError(f"{text}: it cannot go on")
 
 
-def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[range]) -> list[str]:
-    """Return the plan as text, one line per decision, with the `shards` of each rank."""
+def describe_plan(
+    config: Config,
+    facts: Facts,
+    plan: Plan,
+    shards: Sequence[range],
+    of_targets: Mapping[str, str],
+) -> list[str]:
+    """Return the plan as text, one line per decision, with the `shards` of each rank.
+
+    Lines on what is measured `of_targets` are the task's.
+    """
     height, width, channels = plan.image_shape
     sizes = min_to_max(plan.partition.sizes)
     epochs = counted(plan.epochs, "epoch")
@@ -339,8 +358,7 @@ def describe_plan(config: Config, facts: Facts, plan: Plan, shards: Sequence[ran
         "mini-batch": f"{plan.batch_size} images, {describe_shares(plan, shards)}",
         "steps": f"{steps}; last step of an epoch {sum(plan.last)} images",
         "optimizer": f"{plan.optimizer}, learning rate {plan.learning_rate:g}",
-        "class weights": _listed(plan.class_weights) or "none",
-        **describe_target_scaling(plan.target_scaling),
+        **of_targets,
         "batch norm": config.batch_norm,
         "precision": f"{plan.precision}, {memory_format}",
         "seed": describe_seeds(config.seed, plan.split_seed),
@@ -354,14 +372,7 @@ def describe_scaling(scaling: Scaling) -> str:
     """Return how images are normalized."""
     if isinstance(scaling, str):
         return f"mean and std of each {scaling} and channel"
-    return "; ".join(map(_listed, scaling)) or "0 to 1"  # mean; std
-
-
-def describe_target_scaling(scaling: TargetScaling | None) -> dict[str, str]:
-    """Return a line on how values are scaled, if they are."""
-    if scaling is None:
-        return {}
-    return {"values": f"mean {_listed(scaling[0])}; std {_listed(scaling[1])}"}
+    return "; ".join(map(listed_numbers, scaling)) or "0 to 1"  # mean; std
 
 
 def describe_seeds(seed: int, split_seed: int | None) -> str:
@@ -380,5 +391,6 @@ def describe_shares(plan: Plan, shards: Sequence[range]) -> str:
     return f"{', '.join(map(str, shares))} by rank"
 
 
-def _listed(values: tuple[float, ...]) -> str:
+def listed_numbers(values: tuple[float, ...]) -> str:
+    """Return numbers in four digits, the first of many."""
     return listed((f"{value:.4g}" for value in values), MOST_SHARES)

@@ -42,7 +42,6 @@ from hpctrain.text import say
 
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
 OF_NETWORK = ("hpctrain", "model", "task", "image_shape", "classes", "run", "step")
-OF_TARGETS = ("columns", "target_scaling", "target_scale", "thresholds")
 KEPT = (*OF_NETWORK, "mean", "std", "normalization", "scale")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
@@ -124,8 +123,9 @@ def main(config: ExportConfig) -> int:
     try:
         with warnings.catch_warnings(action="ignore"), writing(output), whole_file(output) as file:
             metadata = {key: network.metadata.get(key) for key in KEPT}
+            of_targets = ("columns", *network.inference.task.metadata())
             metadata |= {
-                key: network.metadata[key] for key in OF_TARGETS if key in network.metadata
+                key: network.metadata[key] for key in of_targets if key in network.metadata
             }
             metadata["scale"] = {
                 **network.scale.as_metadata(),

@@ -108,9 +108,8 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
     if metadata["evaluation_rows"] < 1:
         raise ValueError(f"evaluation_rows is {metadata['evaluation_rows']}")
     _, _, channels = metadata["image_shape"]
-    lengths = {"mean": channels, "std": channels, "class_weights": len(metadata["classes"])}
-    if metadata.get("target_scaling") is not None:
-        check_target_scaling(metadata["target_scaling"], metadata["columns"])
+    lengths = {"mean": channels, "std": channels}
+    task_class(metadata["task"]).check_metadata(metadata)
     for name, length in lengths.items():
         if metadata[name] and len(metadata[name]) != length:
             raise ValueError(f"{name} has {len(metadata[name])} values, not {length}")
@@ -127,14 +126,6 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} of its scale is {brief(values, 40)}")
     if bool(metadata["mean"]) != bool(metadata["std"]):
         raise ValueError("there is a mean without std, or std without mean")
-
-
-def check_target_scaling(scaling: Any, columns: Sequence[str]) -> None:
-    """Raise TypeError or ValueError unless it is a mean and a deviation of each column."""
-    numbers = [value for values in scaling for value in values]
-    lengths = [len(values) for values in scaling]
-    if lengths != [len(columns)] * 2 or any(type(value) not in NUMBERS for value in numbers):
-        raise ValueError(f"target_scaling is {brief(scaling, 40)}")
 
 
 class TrainedNetwork:

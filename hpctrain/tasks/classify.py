@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
+from hpctrain.plan import Measured
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.mistakes import Answer, Mistakes, answers_of
@@ -50,6 +51,10 @@ class Classify(Task):
             unrecorded=UNRECORDED if is_balanced else ("balanced_accuracy", *UNRECORDED),
             **fields,
         )
+
+    @classmethod
+    def measure(cls, settings: Mapping[str, Any], train: Split, begun: Measured | None) -> Measured:
+        return {"class_weights": cls.find_weights(settings, train)}
 
     @classmethod
     def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from hpctrain.data.split import Split
 from hpctrain.data.targets import UNKNOWN
 from hpctrain.errors import UsageError
+from hpctrain.plan import Measured
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.entries import EntriesTask
 from hpctrain.tasks.mistakes import WrongEntries
@@ -57,6 +58,10 @@ class Multilabel(EntriesTask):
         )
 
     @classmethod
+    def measure(cls, settings: Mapping[str, Any], train: Split, begun: Measured | None) -> Measured:
+        return {"class_weights": cls.find_weights(settings, train)}
+
+    @classmethod
     def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
         """Return the weight of each class where it is present, which --class-weights asks for.
 
@@ -97,8 +102,9 @@ class Multilabel(EntriesTask):
         return tuple(weights)
 
     @classmethod
-    def weights_note(cls, settings: Mapping[str, Any], weights: Sequence[float]) -> str:
+    def measured_note(cls, settings: Mapping[str, Any], measured: Measured) -> str:
         """Return a note on classes that are so rare that their weight is the largest one."""
+        weights = measured["class_weights"]
         rare = sum(weight == MOST_WEIGHT for weight in weights)
         if settings["class_weights"] or not rare:  # numbers, or none
             return ""
@@ -106,6 +112,14 @@ class Multilabel(EntriesTask):
             f"--class-weights balanced: the weight of {rare} of {len(weights)} classes, which fewer"
             f" than 1 image in {MOST_WEIGHT:g} has, is {MOST_WEIGHT:g}, the most"
         )
+
+    @classmethod
+    def check_metadata(cls, metadata: Mapping[str, Any]) -> None:
+        super().check_metadata(metadata)
+        thresholds = metadata["thresholds"]
+        is_number = [type(threshold) in (float, int) for threshold in thresholds]
+        if len(thresholds) != len(metadata["classes"]) or not all(is_number):
+            raise ValueError(f"thresholds is {brief(thresholds, 40)}")
 
     # Learning
 

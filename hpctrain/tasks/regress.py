@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from hpctrain.data.split import Split
 from hpctrain.data.statistics import ChannelStatistics
 from hpctrain.errors import UsageError
-from hpctrain.plan import TargetScaling
+from hpctrain.plan import Measured, listed_numbers
 from hpctrain.report.results import answer_columns
 from hpctrain.tasks.entries import EntriesTask
 from hpctrain.tasks.residuals import SAMPLE, Residuals
 from hpctrain.tasks.tally import Block, Tally, find_tally
 from hpctrain.tasks.task import Caption
-from hpctrain.text import counted
+from hpctrain.text import brief, counted
 
+#: Mean and standard deviation by column of values, (T,) each, of the known training values.
+TargetScaling = tuple[tuple[float, ...], tuple[float, ...]]
 MOST_VALUES = 2  # of a caption
 
 
@@ -67,28 +69,31 @@ class Regress(EntriesTask):
         return cls(names=tuple(names), scaling=scaling, restore=restore, **fields)
 
     @classmethod
-    def find_scaling(cls, settings: Mapping[str, Any], train: Split) -> TargetScaling | None:
-        """Return mean and standard deviation of the known training values of each column.
+    def measure(cls, settings: Mapping[str, Any], train: Split, begun: Measured | None) -> Measured:
+        """Return mean and deviation of the columns, those of the first launch if it is resumed.
 
         Raises UsageError for a column without two different values: nothing is learned from it.
         """
-        path = train.pack.path
-        names = train.pack.targets.names
-        statistics = ChannelStatistics(len(names), nodata=math.nan)
-        for values in train.read_all_targets():
-            statistics.add(values)
-        for name, count, low, high in zip(
-            names, statistics.count, statistics.low, statistics.high, strict=True
-        ):
-            images = counted(len(train), "training image")
-            if count == 0:
-                raise UsageError(f"{path}: {name} is unknown in all {images}: leave it out")
-            if low == high:
-                raise UsageError(
-                    f"{path}: {name} is {low:g} in all {images} that have it, without deviation:"
-                    " leave it out"
-                )
-        return statistics.mean_and_std()
+        measured = super().measure(settings, train, begun)
+        scaling = begun["target_scaling"] if begun else measure_columns(train)
+        return {**measured, "target_scaling": scaling}
+
+    @classmethod
+    def describe_measured(cls, measured: Measured) -> dict[str, str]:
+        mean, std = map(listed_numbers, measured["target_scaling"])
+        return {**super().describe_measured(measured), "values": f"mean {mean}; std {std}"}
+
+    @classmethod
+    def check_metadata(cls, metadata: Mapping[str, Any]) -> None:
+        super().check_metadata(metadata)
+        scaling = metadata["target_scaling"]
+        numbers = [number for column in scaling for number in column]
+        lengths = [len(numbers_by_column) for numbers_by_column in scaling]
+        is_number = [type(number) in (float, int) for number in numbers]
+        if lengths != [len(metadata["columns"])] * 2 or not all(is_number):
+            raise ValueError(f"target_scaling is {brief(scaling, 40)}")
+        if metadata["target_scale"] not in ("std", "none"):
+            raise ValueError(f"target_scale is {brief(metadata['target_scale'], 40)}")
 
     def metadata(self) -> dict[str, Any]:
         """Return mean and deviation of the columns, and whether values are scaled by them."""
@@ -208,3 +213,27 @@ class Regress(EntriesTask):
         if others > 0:
             lines.append(f"and {counted(others, 'other')}")
         return tuple(lines)
+
+
+def measure_columns(train: Split) -> TargetScaling:
+    """Return mean and standard deviation of the known training values of each column.
+
+    Raises UsageError for a column without two different values.
+    """
+    path = train.pack.path
+    names = train.pack.targets.names
+    statistics = ChannelStatistics(len(names), nodata=math.nan)
+    for values in train.read_all_targets():
+        statistics.add(values)
+    for name, count, low, high in zip(
+        names, statistics.count, statistics.low, statistics.high, strict=True
+    ):
+        images = counted(len(train), "training image")
+        if count == 0:
+            raise UsageError(f"{path}: {name} is unknown in all {images}: leave it out")
+        if low == high:
+            raise UsageError(
+                f"{path}: {name} is {low:g} in all {images} that have it, without deviation:"
+                " leave it out"
+            )
+    return statistics.mean_and_std()

@@ -25,7 +25,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.models import evaluating
 from hpctrain.numerics import fork_rng
-from hpctrain.plan import TargetScaling
+from hpctrain.plan import Measured, listed_numbers
 from hpctrain.tasks.facts import FACTS, KINDS, TaskFacts, best_by, task_that_learns
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
@@ -141,26 +141,36 @@ class Task(ABC):
             text = f"{FACTS[name].use} in [0, 1], and {pack.path} holds {scale}"
             raise UsageError(f"--task {name} {text}: give another --max-value")
 
-    @classmethod
-    def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
-        """Return the weights of classes that the settings ask for, which the plan keeps; () = none.
+    # What is measured of the training targets
 
-        They may follow from the targets of the training split. Raises UsageError.
+    @classmethod
+    def measure(cls, settings: Mapping[str, Any], train: Split, begun: Measured | None) -> Measured:
+        """Return what follows from the settings and the targets of the training split.
+
+        The plan keeps it, and `from_settings` finds it among the settings. "class_weights" are the
+        weights of classes in the loss, () = none. A run that is resumed, which was `begun` with
+        other values, cannot go on: it returns those of `begun` that are not measured again.
+        Raises UsageError for targets that cannot be learned.
         """
-        return ()
+        return {"class_weights": ()}
 
     @classmethod
-    def weights_note(cls, settings: Mapping[str, Any], weights: Sequence[float]) -> str:
-        """Return a note on the weights of `find_weights`, "" if there is nothing to say."""
+    def measured_note(cls, settings: Mapping[str, Any], measured: Measured) -> str:
+        """Return a note on what `measure` returned, "" if there is nothing to say."""
         return ""
 
     @classmethod
-    def find_scaling(cls, settings: Mapping[str, Any], train: Split) -> TargetScaling | None:
-        """Return mean and deviation of the targets, by which the network's are scaled, if they are.
+    def describe_measured(cls, measured: Measured) -> dict[str, str]:
+        """Return what `measure` returned as lines of the plan, by their names."""
+        return {"class weights": listed_numbers(measured["class_weights"]) or "none"}
 
-        The plan keeps them. Raises UsageError.
-        """
-        return None
+    @classmethod
+    def check_metadata(cls, metadata: Mapping[str, Any]) -> None:
+        """Raise KeyError, TypeError or ValueError if a network's file is not one of this task."""
+        weights = metadata["class_weights"]
+        count = len(metadata["classes"])
+        if weights and len(weights) != count:
+            raise ValueError(f"class_weights has {len(weights)} values, not {count}")
 
     @classmethod
     def outputs(cls, count: int) -> int:
@@ -246,7 +256,10 @@ class Task(ABC):
         return self
 
     def metadata(self) -> dict[str, Any]:
-        """Return settings of its own that a network's file holds, for `from_settings`."""
+        """Return what a network's file holds of its own, for `from_settings`.
+
+        Exported networks have it, too.
+        """
         return {}
 
     # Evaluating

@@ -44,7 +44,7 @@ from hpctrain.parallel.mpi import (
     on_all,
     on_root,
 )
-from hpctrain.plan import Plan, TargetScaling, model_name
+from hpctrain.plan import Measured, model_name
 from hpctrain.tasks.facts import FACTS
 from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
@@ -65,8 +65,7 @@ class Network(NamedTuple):
     task: Task
     init: InitialWeights | None
     augment: Imported | None  # function of --augment
-    class_weights: tuple[float, ...]  # in the loss; () = all alike
-    target_scaling: TargetScaling | None  # of values
+    measured: Measured  # of the training targets, by the task
     normalization: Normalization
     stored_range: Ranges | None  # of all training images, if they were measured
     pipeline: Pipeline  # for training
@@ -87,9 +86,9 @@ def make_network(
     pack = data.pack
     stored_range = None
     if config.normalize == "pack" and pack.external and not begun:
-        measured = measure_training_images(data.train, comm)
-        pack = dataclasses.replace(pack, mean=measured.mean, std=measured.std)
-        stored_range = measured.stored_range
+        images = measure_training_images(data.train, comm)
+        pack = dataclasses.replace(pack, mean=images.mean, std=images.std)
+        stored_range = images.stored_range
     with on_all(comm):
         model, init = make_model(config, pack, not (earlier and earlier.checkpoint))
         frozen = freeze(model, config.freeze)
@@ -98,13 +97,10 @@ def make_network(
     move_model(model, device, config.channels_last)
     like = input_like(model)
     kind = task_class(config.task)
-    weights, target_scaling = on_root(comm, measure_targets, config, data.train, begun)
+    measured_before = begun.measured if begun else None
+    measured = on_root(comm, kind.measure, vars(config), data.train, measured_before)
     precision = begun.precision if begun else config.precision
-    resolved = {
-        "precision": precision,
-        "class_weights": weights,
-        "target_scaling": target_scaling,
-    }
+    resolved = {"precision": precision, **measured}
     with on_all(comm):
         loss = import_own(config.loss, "--loss")
         metric = import_own(config.metric, "--metric")
@@ -131,7 +127,7 @@ def make_network(
         split_note(init, pack),
         outputs_note(init, pack, config.task),
         why,
-        kind.weights_note(vars(config), weights),
+        kind.measured_note(vars(config), measured),
         rounding_note(config, normalization, pack),
         frozen,
     ]
@@ -141,8 +137,7 @@ def make_network(
         task=task,
         init=init,
         augment=augment,
-        class_weights=weights,
-        target_scaling=target_scaling,
+        measured=measured,
         normalization=normalization,
         stored_range=stored_range,
         pipeline=pipeline,
@@ -228,17 +223,6 @@ def outputs_note(init: InitialWeights | None, pack: Pack, task: str) -> str:
         f"--init {init.path}: its outputs, which are kept, were those of --task {metadata['task']}"
         f" for {listed(names, 5)}; here they are for {listed(pack.targets.names, 5)}"
     )
-
-
-def measure_targets(
-    config: Config, train: Split, begun: Plan | None
-) -> tuple[tuple[float, ...], TargetScaling | None]:
-    """Return the weights of classes, and by what targets are scaled. Raises UsageError."""
-    kind = task_class(config.task)
-    weights = kind.find_weights(vars(config), train)
-    if begun:
-        return weights, begun.target_scaling
-    return weights, kind.find_scaling(vars(config), train)
 
 
 def choose_memory_format(

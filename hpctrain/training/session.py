@@ -120,7 +120,8 @@ def run_training(
 
 def say_plan(run: Run) -> None:
     """Print the plan of --dry-run (rank 0)."""
-    lines = describe_plan(run.config, run.facts, run.plan, run.shards)
+    of_targets = run.task.describe_measured(run.plan.measured)
+    lines = describe_plan(run.config, run.facts, run.plan, run.shards, of_targets)
     say("\n".join([*lines, *(f"note           {note}" for note in run.notes)]))
 
 

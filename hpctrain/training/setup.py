@@ -136,11 +136,10 @@ def collect_facts(
         min_samples=probe.min_samples,
         block_rows=pack.block_rows,
         chunk_rows=pack.splits["train"].images.chunk_rows,
-        class_weights=network.class_weights,
         scaling=network.normalization,
         split_seed=pack.external["seed"] if pack.external else None,
         stored_range=network.stored_range,
-        target_scaling=network.target_scaling,
+        measured=network.measured,
     )
 
 

@@ -28,7 +28,7 @@ from hpctrain.watchdog import doing, running_time
 
 #: Settings of a run, and fields of its plan and its pack, that the file of a network holds.
 OF_CONFIG = ("small_stem", "task", *all_settings(), "channels_last", "loss", "metric")
-OF_PLAN = ("model", "image_shape", "pack_uuid", "precision", "evaluation_rows", "class_weights")
+OF_PLAN = ("model", "image_shape", "pack_uuid", "precision", "evaluation_rows")
 OF_PACK = ("classes", "provenance", "external")
 
 
@@ -108,6 +108,7 @@ def network_metadata(run: Run) -> dict[str, Any]:
         "hpctrain": __version__,
         **{name: getattr(run.config, name) for name in OF_CONFIG},
         **{name: getattr(run.plan, name) for name in OF_PLAN},
+        "class_weights": run.plan.measured["class_weights"],
         **{name: getattr(run.pack, name) for name in OF_PACK},
         "scale": scale.as_metadata(),
         "mean": mean,

@@ -140,10 +140,11 @@ def test_balanced_weights_are_those_of_known_entries_and_rare_classes_are_noted(
     settings = vars(hp.Config(task="multilabel", class_weights="balanced"))
     with hp.Split(hp.read_pack(tmp_path / "a.h5"), "train") as train:
         weights = kind.find_weights(settings, train)
+    measured = {"class_weights": weights}
     assert weights == (100, 2, 3)
-    assert "1 of 3 classes" in kind.weights_note(settings, weights)
+    assert "1 of 3 classes" in kind.measured_note(settings, measured)
     given = vars(hp.Config(task="multilabel", class_weights="100,2,3"))
-    assert not kind.weights_note(given, weights)
+    assert not kind.measured_note(given, measured)
 
 
 def test_classes_that_all_images_have_or_none_have_no_balanced_weight(tmp_path):

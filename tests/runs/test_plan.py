@@ -12,7 +12,14 @@ import pytest
 
 import hpctrain as hp
 from hpctrain import Config, UsageError
-from tests.support.api import Facts, assign_shards, check_memory, extend_plan, resolve_plan
+from tests.support.api import (
+    Facts,
+    assign_shards,
+    check_memory,
+    extend_plan,
+    read_plan,
+    resolve_plan,
+)
 from tests.support.ranks import command
 
 FACTS = Facts(
@@ -154,6 +161,75 @@ def test_a_setting_or_field_that_is_added_does_not_change_the_digest_at_its_defa
 
     later = LaterPlan(**{name: getattr(old, name) for name in vars(old) if name != "partition"})
     assert old.digest() == later.digest() != dataclasses.replace(later, sharpness=1).digest()
+
+
+#: plan.json of a run of --task regress, and where that of one of multilabel differs.
+PLAN = {
+    "batch_size": 20,
+    "block_rows": 29128,
+    "chosen": ["data", "model", "epochs", "batch_size", "deterministic", "run", "task"],
+    "class_weights": [],
+    "device": "cpu",
+    "digest": "41e2c95b7270b2e5",
+    "epochs": 1,
+    "evaluation_rows": 64,
+    "image_shape": [12, 12, 1],
+    "last": [10, 10],
+    "learning_rate": 0.001,
+    "model": "resnet18",
+    "optimizer": "adam",
+    "pack_uuid": "d55bc3be-b7d5-ad5b-8b7d-6d01a2e6453e",
+    "patience": 10,
+    "precision": "fp32",
+    "rows": 40,
+    "scaling": [],
+    "settings": "d3ff417c1b86db96",
+    "shards": 2,
+    "shuffle": "partition",
+    "split_seed": None,
+    "stored_range": None,
+    "target_scaling": [
+        [0.2183015454464998, 0.05380326639860868],
+        [1.0701521625762225, 0.9818420633326272],
+    ],
+    "threads": 1,
+    "version": 3,
+    "warmup_from": 0.1,
+    "warmup_steps": 0,
+    "window_blocks": 15,
+}
+OF_MULTILABEL = {
+    "class_weights": [0.6, 1.105263157894737, 1.6666666666666667],
+    "digest": "e2f31f9dbf9edea7",
+    "pack_uuid": "782ffece-644f-0c1c-3ad7-88771c963006",
+    "settings": "97158758ea707b7b",
+    "target_scaling": None,
+}
+
+
+@pytest.mark.parametrize("changed", [{}, OF_MULTILABEL])
+def test_a_plan_is_read_with_what_is_measured_of_the_targets(changed):
+    """A file may lack what another task measures, or have null for it."""
+    fields = PLAN | changed
+    written = json.loads(read_plan(dict(fields)).to_json())
+    assert written == {name: value for name, value in fields.items() if name in written}
+    assert {name for name in fields if name not in written} <= {"target_scaling"}
+
+
+def test_a_run_goes_on_only_with_what_was_measured_for_it():
+    begun = plan({"measured": {"class_weights": (1.0, 2.0), "spread": 3}})
+    same = dataclasses.replace(FACTS, measured=begun.measured)
+    assert extend_plan(begun, Config(), same) == begun
+    for measured, text in (
+        (
+            {"class_weights": (1.0, 3.0), "spread": 3},
+            r"class weights \(1.0, 2.0\), not \(1.0, 3.0\)",
+        ),
+        ({"class_weights": (1.0, 2.0)}, "spread 3, not None"),
+    ):
+        other = dataclasses.replace(FACTS, measured=measured)
+        with pytest.raises(UsageError, match=f"the run was begun with {text}: it cannot go on"):
+            extend_plan(begun, Config(), other)
 
 
 def test_a_later_launch_may_have_more_epochs_and_another_device_unless_bits_count():

@@ -13,7 +13,14 @@ import pytest
 from PIL import Image
 
 import hpctrain as hp
-from tests.support.api import Curves, command_line, plot_curves, plot_values, tallied
+from tests.support.api import (
+    Curves,
+    command_line,
+    plot_curves,
+    plot_values,
+    save_model,
+    tallied,
+)
 from tests.support.ranks import command
 from tests.tools.test_one_answer import SIDE, train
 
@@ -69,6 +76,28 @@ def runs(tmp_path_factory):
 def as_table(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
+
+
+#: What a file of each task holds of its own, otherwise than it should.
+OTHERWISE = {
+    "multilabel": {"thresholds": [None, 3, [], [0.5] * 2, ["x"] * 3], "class_weights": [[1]]},
+    "regress": {
+        "target_scaling": [None, [], [[0, 0]], [[0], [1]], [[0, 0], [1, "x"]]],
+        "target_scale": [None, "mean"],
+    },
+}
+
+
+@pytest.mark.parametrize("task", OTHERWISE)
+def test_a_file_that_describes_its_task_otherwise_is_refused_by_name(runs, tmp_path, task):
+    path = tmp_path / "odd.safetensors"
+    saved = hp.load(runs[task], trust_code=True)
+    for name, values in OTHERWISE[task].items():
+        for value in values:
+            save_model(path, saved.model, saved.metadata | {name: value})
+            refused = pytest.raises(hp.UsageError, match=f"^{path} holds weights but not .*[^\n]*$")
+            with refused:
+                hp.load(path, trust_code=True)
 
 
 def test_outputs_of_first_weights_with_another_meaning_are_named(runs, tmp_path, capfd):
