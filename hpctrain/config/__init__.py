@@ -20,5 +20,5 @@ from hpctrain.config.commands import (
 )
 from hpctrain.config.functions import require_trust
 from hpctrain.config.option import Settings, from_table, load_toml, parse_settings, to_toml
-from hpctrain.config.train import Config, optimizer_and_rate
+from hpctrain.config.train import DEFAULT_LEARNING_RATES, Config, optimizer_and_rate
 from hpctrain.config.values import ClassWeights, Every, Fold, Patterns, Shares, Size

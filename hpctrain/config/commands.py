@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from hpctrain.config.option import TRUST_CODE, Settings, check_folder_name, option
-from hpctrain.config.train import CACHE_DIR, Layout, OnRanks, Precision, Runs
+from hpctrain.config.train import CACHE_DIR, Layout, OnRanks, Precision, Runs, check_texts
 from hpctrain.config.values import DIVISORS, Fold, Names, NoData, ShapesTask, Shares, Size
 
 
@@ -32,7 +32,9 @@ class EvaluateConfig(NetworkConfig):
     """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
 
     loss: str | None = option("loss, module:function; default: as in training", group="Output")
-    metric: str | None = option("metric, module:function; default: as in training")
+    metric: tuple[str, ...] = option(
+        "metric, module:function; default: as in training", (), check_texts
+    )
     output: str | None = option("write the figures to this JSON file, too")
     mistakes: int = option(
         "draw the N most confident mistakes, or of values the largest errors, .png beside --output"

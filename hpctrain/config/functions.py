@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpctrain.config.parts import find_part, is_part, refuse_other_library, version_of
 from hpctrain.errors import OwnCodeError, UsageError, did_you_mean, one_line
 from hpctrain.text import brief, listed
 
-FUNCTION_SETTINGS = ("model", "loss", "augment", "metric")  # settings that may name a function
+#: Settings that may name functions, or parts of other libraries.
+FUNCTION_SETTINGS = ("model", "loss", "augment", "metric", "optimizer")
 PACKAGE = str(Path(__file__).parents[1])
 NOT_NAMED = re.compile(f"{re.escape(PACKAGE)}|.*importlib")  # files
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
@@ -88,11 +90,35 @@ def import_function(name: str, flag: str) -> Imported:
     return Imported(setting, function, getattr(module, "__file__", None) or "")
 
 
-def is_own(setting: str, value: object) -> bool:
-    """Whether this value of a setting, by its name, is a function of one's own."""
-    if setting not in FUNCTION_SETTINGS or ":" not in str(value):
-        return False
-    return setting != "model" or not str(value).startswith("timm:")
+def texts_of(value: object) -> tuple[str, ...]:
+    """Return the texts of a setting that has one, several or none."""
+    if isinstance(value, list | tuple):
+        return tuple(map(str, value))
+    return () if value is None else (str(value),)
+
+
+def is_own(setting: str, text: str) -> bool:
+    """Whether a text of a setting, by its name, is a function of one's own."""
+    return setting in FUNCTION_SETTINGS and ":" in text and not is_part(setting, text)
+
+
+def own_functions(settings: Mapping[str, Any]) -> list[str]:
+    """Return the functions of one's own that settings name, each once."""
+    texts = ((name, text) for name, value in settings.items() for text in texts_of(value))
+    return [*dict.fromkeys(text for name, text in texts if is_own(name, text))]
+
+
+def check_parts(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError if settings name a part of another library that is none, or refused.
+
+    Nothing is imported.
+    """
+    for name in FUNCTION_SETTINGS:
+        for text in texts_of(settings.get(name)):
+            if is_part(name, text):
+                find_part(name, text)
+            else:
+                refuse_other_library(name, text)
 
 
 def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: bool) -> None:
@@ -100,9 +126,10 @@ def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: boo
 
     It is called wherever a file names functions: a file of --config, of a sweep, of a run or of a
     network. A function named on the command line is trusted. A run is resumed by the command that
-    names its functions, as it began (training/resume.py: keep_settings).
+    names its functions, as it began (training/resume.py: keep_settings). Parts of other libraries
+    need no trust: parts.toml lists them.
     """
-    named = dict.fromkeys(str(value) for name, value in settings.items() if is_own(name, value))
+    named = own_functions(settings)
     if named and not trust_code:
         raise UsageError(
             f"{file} names {listed(named)}: a function that a file names is imported only with"
@@ -167,23 +194,29 @@ def is_own_file(file: str) -> bool:
 def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
     """Return what code the settings name, after it was imported: what all ranks must have alike.
 
-    It is the SHA-256 of the file of each function's module, and the version of timm.
+    It is the SHA-256 of the file of each function's module, and the version of each library of
+    which a part is named.
     """
+    code: dict[str, object] = {}
+    for name in FUNCTION_SETTINGS:
+        for text in texts_of(settings.get(name)):
+            if is_part(name, text):
+                package = find_part(name, text).package
+                code[package] = version_of(package)
+            elif is_own(name, text):
+                code[f"the file of --{name} {text}"] = f"SHA-256 {_digest_of_module(text)}..."
+    return code
+
+
+def _digest_of_module(text: str) -> str:
+    """Return the beginning of the SHA-256 of the file of a function's module."""
     import hashlib  # not for --help
 
-    code: dict[str, object] = {}
-    for name, value in settings.items():
-        module = sys.modules.get(str(value).partition(":")[0])
-        if is_own(name, value):
-            file = getattr(module, "__file__", None)
-            content = b""
-            if file and os.path.isfile(file):  # it may have been removed since
-                content = Path(file).read_bytes()
-            digest = hashlib.sha256(content).hexdigest()[:12]
-            code[f"the file of --{name} {value}"] = f"SHA-256 {digest}..."
-        elif name == "model" and module is not None and str(value).startswith("timm:"):
-            code["timm"] = module.__version__
-    return code
+    file = getattr(sys.modules.get(text.partition(":")[0]), "__file__", None)
+    content = b""
+    if file and os.path.isfile(file):  # it may have been removed since
+        content = Path(file).read_bytes()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _note_place(module_name: str) -> None:

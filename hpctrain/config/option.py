@@ -14,12 +14,12 @@ import json
 import textwrap
 import tomllib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from hpctrain.config.functions import require_trust
+from hpctrain.config.functions import check_parts, require_trust
 from hpctrain.config.values import List, Value
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
@@ -97,7 +97,7 @@ class Settings:
 
     def table(self) -> dict[str, Any]:
         """Return the settings as TOML and JSON have them, with texts as they were given."""
-        return {name: str(v) if isinstance(v, Value) else v for name, v in vars(self).items()}
+        return {name: _plain(value) for name, value in vars(self).items()}
 
     def changed(self) -> dict[str, Any]:
         """Return those settings of `table` that are not at their defaults."""
@@ -117,10 +117,14 @@ class Settings:
             is_given = value != getattr(type(self), name)
         if not is_given:
             return ""
-        return flag if value is True else f"{flag} {value}"
+        return as_given(flag, value)
 
     def check_conflicts(self) -> None:
-        """Raise UsageError if options conflict with each other, or with this machine."""
+        """Raise UsageError if options conflict with each other, or with this machine.
+
+        Also for parts of other libraries that are none, or refused.
+        """
+        check_parts(vars(self))
         for field in dataclasses.fields(self):
             given = self.given(flag_of(field.name))
             needs = field.metadata["needs"]
@@ -138,17 +142,16 @@ S = TypeVar("S", bound=Settings)
 def _read(value: Any, check: Any, kind: Any, choices: tuple[Any, ...]) -> Any:
     """Return the value of a setting, given as a text, as in TOML, or in Python.
 
-    In Python a list may stand for "0.2,1", and a function or class for "module:function". Raises
-    ValueError.
+    In Python a list may stand for "0.2,1", and a function or class for "module:function". Of a
+    setting that may have several texts (tuple), a list is these. Raises ValueError.
     """
     if kind is tuple:
-        return (value,) if isinstance(value, str) else tuple(map(str, value))
+        return _read_texts(value, check)
     if hasattr(value, "tolist"):  # of NumPy
         value = value.tolist()
     if isinstance(value, list | tuple) and not isinstance(value, Value):
         value = ",".join(map(str, value))
-    elif hasattr(value, "__qualname__"):
-        value = f"{value.__module__}:{value.__qualname__}"
+    value = _name_of_function(value)
     expected = f"expected {EXPECTED.get(kind, 'a text')}"
     if isinstance(value, bool) != (kind is bool) or isinstance(value, dict | None):
         raise ValueError(expected)
@@ -173,6 +176,49 @@ def _read(value: Any, check: Any, kind: Any, choices: tuple[Any, ...]) -> Any:
         if not (least < value < most or ends.get(value, False)):
             raise ValueError(f"give a number in {check}")
     return value
+
+
+def _read_texts(value: Any, check: Any) -> tuple[str, ...]:
+    """Return the texts of a setting that may have several. Raises ValueError."""
+    value = _name_of_function(value)
+    if isinstance(value, str):
+        value = (value,)
+    elif isinstance(value, dict) or not isinstance(value, Iterable):
+        raise ValueError("expected a text, or a list of texts")
+    texts = tuple(str(_name_of_function(item)) for item in value)
+    for text in texts:
+        text.encode()  # config.toml is UTF-8
+    if callable(check):
+        check(texts)
+    return texts
+
+
+def _name_of_function(value: Any) -> Any:
+    """Return "module:function" for a function or a class, and any other value as it is."""
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of a setting as TOML and JSON have it.
+
+    Of a setting that may have several texts it is None, a text or a list of them.
+    """
+    if isinstance(value, Value):
+        return str(value)
+    if isinstance(value, tuple):
+        texts = [*value, None]
+        return texts[0] if len(value) < 2 else list(value)
+    return value
+
+
+def as_given(flag: str, value: object) -> str:
+    """Return a flag with its value, one that is repeated with each."""
+    if value is True:
+        return flag
+    values = value if type(value) is tuple else (value,)
+    return " ".join(f"{flag} {item}" for item in values)
 
 
 def flag_of(name: str) -> str:
@@ -316,6 +362,8 @@ def make_parser(name: str, summary: str, kind: type[Settings]) -> argparse.Argum
             arguments["metavar"] = f"{{{','.join(map(str, choices))}}}"
         else:
             arguments["metavar"] = METAVARS.get(value, "TEXT")
+            if value is tuple:
+                arguments["action"] = "append"
         group.add_argument(name_or_flag, **arguments)
     parser.usage = f"hpctrain {name} {kind.usage or ' '.join([*words, '[options]'])}"
     return parser

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 from hpctrain.config.elsewhere import ELSEWHERE
 from hpctrain.config.option import Settings, check_folder_name, option
+from hpctrain.config.parts import EXAMPLES
 from hpctrain.config.values import (
     DIVISORS,
     Bytes,
@@ -25,7 +26,7 @@ from hpctrain.config.values import (
     Shares,
     Threshold,
 )
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.tasks.facts import (
     FACTS,
     USUAL,
@@ -48,6 +49,21 @@ def check_no_time(every: Every) -> None:
     """Raise ValueError for an interval in time: validations come at the same steps in any run."""
     if every.seconds < float("inf"):
         raise ValueError("give epochs or steps, as in 2epochs or 500steps; 0 = only at the end")
+
+
+def check_texts(texts: tuple[str, ...]) -> None:
+    """Raise ValueError for a text that is empty."""
+    if "" in texts:
+        raise ValueError("the text is empty")
+
+
+def check_optimizer(name: str) -> None:
+    """Raise ValueError unless this is a built-in optimizer, or names a part or a function."""
+    if name not in DEFAULT_LEARNING_RATES and ":" not in name:
+        builtin = ", ".join(DEFAULT_LEARNING_RATES)
+        near = did_you_mean(name, DEFAULT_LEARNING_RATES)
+        example = f"'{EXAMPLES['optimizer']}'"
+        raise ValueError(f"there are {builtin}, module:function and as in {example}{near}")
 
 
 class Runs(Settings):
@@ -94,15 +110,19 @@ class Config(OnRanks):
         group="Common",
     )
     model: str = option(
-        "network: digits, resnet18, resnet34, resnet50, autoencoder, timm:NAME or your own"
-        f" package.module:function; auto = digits for 28x28x1, to {other_defaults('model')}, else"
-        " resnet50",
+        f"network: digits, resnet18, resnet34, resnet50, autoencoder, '{EXAMPLES['model']}' or your"
+        f" own package.module:function; auto = digits for 28x28x1, to {other_defaults('model')},"
+        " else resnet50",
         "auto",
     )
-    optimizer: Literal["sgdm", "adam", "adamw"] | None = option(
-        f"update rule; default: {USUAL.optimizer}, to {other_defaults('optimizer')}"
+    optimizer: str | None = option(
+        f"update rule: sgdm, adam, adamw, your own module:function or '{EXAMPLES['optimizer']}';"
+        f" default: {USUAL.optimizer}, to {other_defaults('optimizer')}",
+        check=check_optimizer,
     )
-    lr: float | None = option("learning rate; default: sgdm 0.01, else 0.001", check="(0, inf)")
+    lr: float | None = option(
+        "learning rate; default: sgdm 0.01, adam and adamw 0.001", check="(0, inf)"
+    )
     epochs: int | None = option(
         f"epochs; default: digits 20, {other_defaults('epochs')}, else 100", check="[1, inf)"
     )
@@ -128,7 +148,12 @@ class Config(OnRanks):
         0.0,
         "[0, 1]",
     )
-    augment: str | None = option("your module:function of images (n, C, H, W) and torch.Generator")
+    augment: tuple[str, ...] = option(
+        f"augment by '{EXAMPLES['augment']}' or your own module:function of images (n, C, H, W) and"
+        " torch.Generator; repeated, one after the other",
+        (),
+        check_texts,
+    )
     images: str | None = option("dataset of images in an HDF5 file, such as x or {split}/x")
     labels: str | None = option(
         "dataset of integers (made 0 ... K-1), strings or one-hot; to learn several classes, of 0"
@@ -225,8 +250,8 @@ class Config(OnRanks):
     clip_norm: float | None = option("clip the gradient's L2 norm to this", check="(0, inf)")
     label_smoothing: float = option("label smoothing of (binary) cross-entropy", 0.0, "[0, 1)")
     loss: str | None = option(
-        "your loss, module:function of outputs and targets, one value a sample; default:"
-        f" {USUAL.loss}, to {other_defaults('loss')}"
+        f"loss: '{EXAMPLES['loss']}' or your own module:function of outputs and targets, one value"
+        f" a sample; default: {USUAL.loss}, to {other_defaults('loss')}"
     )
     class_weights: ClassWeights | None = option("weights in the loss, such as 0.2,1; or balanced")
     batch_per_rank: int | None = option(
@@ -257,7 +282,12 @@ class Config(OnRanks):
     validate_every: Every = option(
         "interval, such as 2epochs or 500steps; 0 = only at the end", Every("1epoch"), check_no_time
     )
-    metric: str | None = option("your metric, module:function of outputs and targets")
+    metric: tuple[str, ...] = option(
+        f"further figures of evaluations by '{EXAMPLES['metric']}' or your own module:function of"
+        " outputs and targets; may be repeated",
+        (),
+        check_texts,
+    )
     best_by: str | None = option(
         "figure of validations that chooses the best network and ranks runs, one of --metric with"
         f" its direction, NAME:max or NAME:min; default: {USUAL.chooses}"
@@ -301,7 +331,7 @@ class Config(OnRanks):
                 f"--min-lr {self.min_lr} is above --lr {lr}, where the schedule begins"
             )
         figure = best_by(self.best_by, self.task).figure
-        if self.metric is None and figure not in FACTS[self.task].directions:
+        if not self.metric and figure not in FACTS[self.task].directions:
             raise UsageError(f"--best-by {self.best_by}: {figure} needs the --metric that has it")
         if self.final == "ema" and self.ema is None:
             raise UsageError("--final ema needs the decay of the average, such as --ema 0.999")
@@ -310,6 +340,13 @@ class Config(OnRanks):
 
 
 def optimizer_and_rate(optimizer: str | None, lr: float | None, task: str) -> tuple[str, float]:
-    """Return the optimizer and the learning rate; the usual ones where none are given."""
+    """Return the optimizer and the learning rate; the usual ones where none are given.
+
+    Raises UsageError for an optimizer that has no usual learning rate here.
+    """
     name = optimizer or FACTS[task].optimizer
-    return name, DEFAULT_LEARNING_RATES[name] if lr is None else lr
+    if lr is not None:
+        return name, lr
+    if name not in DEFAULT_LEARNING_RATES:
+        raise UsageError(f"--optimizer {name} needs --lr: its learning rate has no default")
+    return name, DEFAULT_LEARNING_RATES[name]

@@ -82,7 +82,8 @@ NUMBERS = (float, int)  # types of a number in JSON
 #: Types of the metadata that a file of weights must hold; None stands for null.
 METADATA: dict[str, tuple[type | None, ...]] = {
     **dict.fromkeys(("model", "task", "precision", "pack"), (str,)),
-    **dict.fromkeys(("loss", "metric"), (str, None)),
+    "loss": (str, None),
+    "metric": (str, list, None),
     **dict.fromkeys(("classes", "image_shape"), (list,)),
     **dict.fromkeys(("mean", "std", "class_weights"), (list, None)),
     **dict.fromkeys(("small_stem", "channels_last"), (bool,)),

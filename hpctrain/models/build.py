@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpctrain.config.functions import Imported, import_function, own_code_error
+from hpctrain.config.parts import is_part
 from hpctrain.errors import UsageError, did_you_mean, one_line
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import Autoencoder, DigitsNet
@@ -67,6 +68,8 @@ def build(
         return NETWORKS[name](image_shape, classes, **options)
     if name.startswith("timm:"):
         model = make_of_timm(name, image_shape, classes)
+    elif is_part("model", name):
+        raise UsageError(f"--model {name}: only networks of timm can be given yet")
     elif ":" in name:
         model = call_own_function(import_function(name, "--model"), image_shape, classes)
     else:

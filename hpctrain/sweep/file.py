@@ -125,6 +125,8 @@ def folder_name(settings: dict[str, Any], name: str) -> str:
             text = "yes" if value else "no"
         elif isinstance(value, float):
             text = f"{value:g}"
+        elif isinstance(value, list):
+            text = "+".join(value)
         else:
             text = str(value)
         texts.append(f"{key}={text.rstrip('/').rpartition('/')[2]}")

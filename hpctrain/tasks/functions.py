@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.config.functions import Imported, import_function
+from hpctrain.config.functions import Imported, import_function, texts_of
+from hpctrain.config.option import as_given
+from hpctrain.config.parts import is_part
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
 from hpctrain.numerics import fork_rng, seed_torch
@@ -25,11 +27,16 @@ RELATIVE = 1e-3
 ABSOLUTE = 1e-5
 
 
-def import_own(name: str | None, flag: str) -> Imported | None:
+def import_own(value: str | tuple[str, ...] | None, flag: str) -> Imported | None:
     """Import the function of the user's own that a setting names, if any. Raises UsageError."""
-    if name is None:
+    texts = texts_of(value)
+    if not texts:
         return None
-    function = import_function(name, flag)
+    if len(texts) > 1 or is_part(flag.strip("-"), texts[0]):
+        raise UsageError(
+            f"{as_given(flag, texts)}: give one function of your own, others will come"
+        )
+    function = import_function(texts[0], flag)
     arguments = ("images", "generator") if flag == "--augment" else ("outputs", "targets")
     function.check_arguments(f"function({', '.join(arguments)})", *arguments)
     return function

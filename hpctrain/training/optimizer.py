@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hpctrain.config import Config, Patterns
+from hpctrain.config import DEFAULT_LEARNING_RATES, Config, Patterns
 from hpctrain.errors import UsageError
 from hpctrain.parallel.message import Group
+from hpctrain.parallel.mpi import agreed
 from hpctrain.plan import Plan
 from hpctrain.text import listed
 
@@ -45,6 +46,8 @@ def make_optimizer(
         {"params": [weights], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay}
         for weights, group in groups
     ]
+    if name not in DEFAULT_LEARNING_RATES:
+        raise agreed(UsageError(f"--optimizer {name}: only sgdm, adam and adamw can be given yet"))
     base: type[Any] = {"sgdm": SGD, "adam": Adam, "adamw": AdamW}[name]
     momentum = {"momentum": config.momentum} if name == "sgdm" else {}
     # Without torch's decorators: they import the compiler on each rank even if nothing is compiled,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.config import Config, from_table
-from hpctrain.config.functions import is_own
-from hpctrain.config.option import flag_of
+from hpctrain.config.functions import own_functions
+from hpctrain.config.option import as_given, flag_of
 from hpctrain.errors import UsageError
 from hpctrain.outcome import Outcome, Status
 from hpctrain.parallel.device import hardware_key
@@ -135,7 +135,7 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
         new = getattr(config, name)
         old = getattr(before, name)
         settings[name] = old
-        is_named_by_file = new != old and is_own(name, old)
+        is_named_by_file = new != old and bool(own_functions({name: old}))
         of_init = config.init and name in ("model", "small_stem") and new == field.default
         if of_init and not is_named_by_file:
             continue  # those of the network of --init
@@ -145,7 +145,8 @@ def keep_settings(config: Config, before: Config, plan: Plan, folder: Path) -> C
         if new != old and is_chosen:
             flag = flag_of(name)
             was, now = (
-                f"with {flag} {v}" if v is not None else f"without {flag}" for v in (old, new)
+                f"without {flag}" if v in (None, ()) else f"with {as_given(flag, v)}"
+                for v in (old, new)
             )
             raise UsageError(
                 f"the run {folder} was begun {was}, not {now}: give the same settings to continue"

@@ -101,12 +101,13 @@ def network_metadata(run: Run) -> dict[str, Any]:
     values: dict[str, Any] = {}  # of packs of values only
     if run.pack.targets.columns:
         values["columns"] = run.pack.targets.columns
+    settings = run.config.table()
     scale = run.pack.scale
     if run.plan.stored_range is not None:
         scale = scale.with_ranges(*run.plan.stored_range)
     return {
         "hpctrain": __version__,
-        **{name: getattr(run.config, name) for name in OF_CONFIG},
+        **{name: settings[name] for name in OF_CONFIG},
         **{name: getattr(run.plan, name) for name in OF_PLAN},
         "class_weights": run.plan.measured["class_weights"],
         **{name: getattr(run.pack, name) for name in OF_PACK},

@@ -282,7 +282,7 @@ def test_functions_of_the_training_are_imported_with_trust_code_only(pack):
     assert command(1, "predict", run, "--output", run / "answers.csv").code == 0
     with pytest.raises(hp.UsageError, match=r"config\.toml names .*trust_code=True"):
         _ = hp.load(run).config
-    assert hp.load(run, trust_code=True).config.augment == own("darken")
+    assert hp.load(run, trust_code=True).config.augment == (own("darken"),)
     settings = run / "config.toml"
     settings.write_text("epochs = ")
     with pytest.raises(hp.UsageError, match=r"a/config\.toml is no TOML: "):

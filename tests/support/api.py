@@ -225,3 +225,11 @@ def tallied(comm, tally, rows, measured):
         tally.add(SimpleNamespace(number=number, rows=chosen, targets=targets), values)
     tally.merge(comm.allgather(tally.part()), comm)
     return tally
+
+
+# Parts of other libraries, and functions of the user's own
+from hpctrain.config import parts
+from hpctrain.config.functions import own_functions, require_trust
+from hpctrain.config.parts import build_part, find_part
+
+__all__ += ["build_part", "find_part", "own_functions", "parts", "require_trust"]

@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_package_and_its_data_alone(built):
     templates = {f"hpctrain/templates/{path.name}" for path in (ROOT / "slurm").iterdir()}
     recipes = {f"hpctrain/recipes/{path.name}" for path in (ROOT / "scripts/recipes").iterdir()}
     assert len(templates) > 4 and recipes
-    others = {"hpctrain/py.typed", "hpctrain/packing/glyphs.toml"}
+    others = {"hpctrain/py.typed", "hpctrain/packing/glyphs.toml", "hpctrain/config/parts.toml"}
     assert inside == modules | pages | templates | recipes | others
     (scripts,) = [name for name in names if name.endswith("/entry_points.txt")]
     assert b"hpctrain = hpctrain.__main__:program" in zipfile.ZipFile(wheel).read(scripts)
