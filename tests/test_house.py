@@ -15,7 +15,7 @@ from tests.support.names import all_names
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES += DOCS
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 #: Flags of mpirun, Slurm and others that pages name.
 OTHERS = """
     --array --exact --gpus --gpus-per-node --gpus-per-task --help --hostfile --logdir --map-by

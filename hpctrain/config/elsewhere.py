@@ -59,6 +59,8 @@ BY_OPTION = {
     "--batch-norm": "dist_bn sync_batchnorm sync_bn syncbn",
     "--compile": "jit torch_compile torchcompile",
     "--flip": "fliplr hflip horizontal_flip",
+    "--flip-vertical": "flipud vertical_flip vflip",
+    "--rotate90": "rot90 random_rotate90",
     "--augment": "aa augmentation auto_augment autoaugment color_jitter erasing random_erase"
     " random_erasing reprob transform transforms",
     "--split with --images, or that of hpctrain pack": "test_size test_split train_split"
@@ -79,6 +81,6 @@ BY_OPTION = {
     "mpirun -n N, or --threads of each rank": "workers",
     "--threads": "cpus_per_task num_threads j num_workers dataloader_num_workers",
     "--reduce": "backend ddp_backend dist_backend",
-    "": "checkpoint ckpt classes num_classes nc no_shuffle split_bn vflip",
+    "": "checkpoint ckpt classes num_classes nc no_shuffle split_bn",
 }
 ELSEWHERE = {name: option for option, names in BY_OPTION.items() for name in names.split()}

@@ -136,6 +136,8 @@ class Config(OnRanks):
     run: str | None = option("name, also to resume; default: time, model", check=check_folder_name)
     dry_run: bool = option("print the plan and exit", False)
     flip: bool = option("augment by random horizontal flips", False, group="Data")
+    flip_vertical: bool = option("augment by random vertical flips", False)
+    rotate90: bool = option("augment by 0 to 3 quarter turns at random; square images", False)
     shift: int = option("augment by random shifts of up to this many pixels in x and y", 0)
     normalize: Literal["auto", "unit", "pack", "image", "imagenet"] = option(
         "scale inputs to [0, 1] (unit), or by mean and std of all training images (pack), of each"

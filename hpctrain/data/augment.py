@@ -1,4 +1,4 @@
-"""Turn a batch of bytes into the network's input: random flips and shifts, scaling, normalization.
+"""Turn a batch of bytes into the network's input: flips, turns and shifts, scaling, normalization.
 
 Images are augmented as they are stored, (n, H, W, C), a whole batch at once, before scaling: of
 bytes a quarter of the memory traffic, and a border that is 0 whatever the scaling. Random numbers
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hpctrain.data.partition import random_key
 from hpctrain.data.scale import FULL, WIDE
 from hpctrain.data.standardize import (
     comparable,
@@ -32,6 +33,8 @@ class Augmentation(NamedTuple):
 
     flip: bool = False
     shift: int = 0  # pixels
+    flip_vertical: bool = False
+    rotate90: bool = False
 
 
 NO_AUGMENTATION = Augmentation()
@@ -40,11 +43,12 @@ NO_AUGMENTATION = Augmentation()
 def augment(
     images: Tensor, augmentation: Augmentation, key: int, nodata: float | None = None
 ) -> Tensor:
-    """Flip and shift stored images (n, H, W, C) at random; without both, return the images.
+    """Flip, turn and shift stored images (n, H, W, C) at random; without these, return the images.
 
-    Each image is flipped left to right with probability 1/2, then shifted by -shift to +shift
-    pixels, uniform and independent in x and y. What a shift uncovers is `nodata`, if images can
-    hold that, else 0.
+    Each image is flipped left to right and upside down with probability 1/2 each, turned
+    counterclockwise by 0, 1, 2 or 3 right angles (square images only), and shifted by -shift to
+    +shift pixels, uniform and independent in x and y, in this order. What a shift uncovers is
+    `nodata`, if images can hold that, else 0.
     """
     if len(images) == 0 or not any(augmentation):
         return images
@@ -54,36 +58,82 @@ def augment(
 
 def _move(images: Tensor, augmentation: Augmentation, key: int, border: float) -> Tensor:
     """Implement `augment` for `comparable` images."""
-    rows = len(images)
-    flip, shift = augmentation
+    n, height, width, channels = images.shape
+    shift = augmentation.shift
     # Always draw both, so that turning one off does not change the numbers of the other.
     generator = torch.Generator().manual_seed(key)
-    flips = torch.randint(0, 2, (rows,), generator=generator)
-    down, right = torch.randint(-shift, shift + 1, (2, rows), generator=generator)
-    if flip:
-        chosen = copy_to_device(flips.nonzero().squeeze(1), images.device)  # (k,)
-        images = images.index_copy(0, chosen, images.index_select(0, chosen).flip(2))
+    flips = torch.randint(0, 2, (n,), generator=generator)
+    down, right = torch.randint(-shift, shift + 1, (2, n), generator=generator)
+    symmetries = _draw_symmetries(flips, augmentation, key)
+    bordered = images.new_empty((n, height + 2 * shift, width + 2 * shift, channels))
     if shift:
-        images = _shift(images, down, right, shift, border)
+        bordered.fill_(border)
+    inner = bordered[:, shift : shift + height, shift : shift + width]
+    inner.copy_(images)
+    for symmetry in {*symmetries.tolist()} - {0}:
+        chosen = copy_to_device((symmetries == symmetry).nonzero().squeeze(1), images.device)
+        moved = _apply_symmetry(images.index_select(0, chosen), symmetry)
+        inner.index_copy_(0, chosen, moved)
+    if not shift:
+        return bordered
+    return _shift(bordered, down, right, shift)
+
+
+def _draw_symmetries(flips: Tensor, augmentation: Augmentation, key: int) -> Tensor:
+    """Return the symmetry of the square that each image undergoes, (n,) int64 in [0, 8).
+
+    t + 4 m stands for a flip left to right, if m is 1, and then t turns by a right angle. `flips`
+    (n,) are those left to right; an upside-down flip is one of them and two turns.
+    """
+    mirrored = torch.zeros_like(flips)
+    turns = torch.zeros_like(flips)
+    if augmentation.flip:
+        mirrored = flips
+    if augmentation.flip_vertical:
+        upside_down = _draw(2, len(flips), random_key(key, "flip vertical"))
+        mirrored = mirrored ^ upside_down
+        turns = 2 * upside_down
+    if augmentation.rotate90:
+        turns = (turns + _draw(4, len(flips), random_key(key, "rotate90"))) % 4
+    return turns + 4 * mirrored
+
+
+def _draw(count: int, n: int, key: int) -> Tensor:
+    """Draw n integers, uniform in [0, count)."""
+    return torch.randint(0, count, (n,), generator=torch.Generator().manual_seed(key))
+
+
+def _apply_symmetry(images: Tensor, symmetry: int) -> Tensor:
+    """Return images (n, H, W, C) after a symmetry of `_draw_symmetries`, possibly as a view."""
+    turns = symmetry % 4
+    is_mirrored = symmetry >= 4
+    axes = []
+    if turns in (2, 3):
+        axes.append(1)
+    if (turns in (1, 2)) != is_mirrored:
+        axes.append(2)
+    if axes:
+        images = images.flip(axes)
+    if turns % 2:
+        images = images.transpose(1, 2)
     return images
 
 
-def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int, border: float) -> Tensor:
-    """Return a copy with image i shifted by down[i] and right[i], at most `shift`.
+def _shift(bordered: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
+    """Return images (n, H, W, C), image i shifted by down[i] and right[i], at most `shift`.
 
-    A row of a shifted image is a run of W * C values of the image padded with a `border`, which is
-    a row of one overlapping view.
+    Around each image, `bordered` has a border as wide as `shift`. A row of a shifted image is a run
+    of W * C values, which is a row of one overlapping view.
     """
-    n, height, width, channels = images.shape
-    tall = height + 2 * shift
-    wide = width + 2 * shift
-    bordered = images.new_full((n, tall, wide, channels), border)
-    bordered[:, shift : shift + height, shift : shift + width] = images
+    n, tall, wide, channels = bordered.shape
+    height = tall - 2 * shift
+    width = wide - 2 * shift
     run = width * channels
     runs = bordered.as_strided((n * tall * wide - width + 1, run), (channels, 1))
     lines = torch.arange(height) + (torch.arange(n) * tall + shift - down)[:, None]  # (n, H)
     starts = (lines * wide + (shift - right)[:, None]).flatten().int()
-    return runs.index_select(0, copy_to_device(starts, images.device)).view(images.shape)
+    rows = runs.index_select(0, copy_to_device(starts, bordered.device))
+    return rows.view(n, height, width, channels)
 
 
 def to_input(

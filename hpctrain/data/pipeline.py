@@ -1,17 +1,20 @@
 """The pipeline from stored images to a network's inputs and targets: its stages, in their order.
 
     stage                   what it changes                               key of its random numbers
-    flips and shifts        stored values (n, H, W, C) of their type      "augment"
+    flips, turns, shifts    stored values (n, H, W, C) of their type      "augment"
     scaling                 makes floats (n, C, H, W) in [0, 1] of them
     the user's transform    these floats                                  "own augmentation"
     normalization           (x - mean) / std per channel: one mean and std, or those of each image
     the task's stage        inputs and targets                            its own: "noise"
 
 A batch has one key, from which each stage derives its own: what one draws does not change what
-another draws. Random crops, which are drawn where JPEG files are decoded, have the key "crop".
+another draws. Flips left to right and shifts have the key "augment"; from it, upside-down flips
+derive the key "flip vertical", and turns by right angles "rotate90". They are applied in the order
+flip, upside-down flip, turn, shift. Random crops, which are drawn where JPEG files are decoded,
+have the key "crop".
 
 Where no stage stands between them, scaling and normalization are one multiplication and one
-addition. Mean and std of an image are those of its stored values, before flips and shifts.
+addition. Mean and std of an image are those of its stored values, before flips, turns and shifts.
 
 Values that are no data are 0 after normalization. A transform is given the channel's mean in their
 place (0 without normalization), so that it may move them, and shifts uncover such values.

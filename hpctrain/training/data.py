@@ -172,6 +172,11 @@ def check_data(config: Config, pack: Pack) -> None:
     if not 0 <= config.shift < min(height, width):  # else nothing of an image could be left
         most = min(height, width) - 1
         raise UsageError(f"--shift {config.shift}: images of {width}x{height} allow 0 to {most}")
+    if config.rotate90 and height != width:
+        raise UsageError(
+            f"--rotate90 turns square images, and those of {pack.path} have {width}x{height}"
+            " pixels: leave it out"
+        )
     if config.random_crop and not pack.fit:
         raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
     task_class(config.task).check_data(pack)

@@ -114,7 +114,12 @@ def make_network(
         dtype=like.dtype,
         channels_last=config.channels_last,
         normalization=normalization,
-        augmentation=Augmentation(config.flip, config.shift),
+        augmentation=Augmentation(
+            flip=config.flip,
+            shift=config.shift,
+            flip_vertical=config.flip_vertical,
+            rotate90=config.rotate90,
+        ),
         transform=partial(augment_by, augment) if augment else None,
         stage=task.stage,
         nodata=pack.scale.nodata,

@@ -331,6 +331,7 @@ TRAINING = """
 --data sizes.h5 --task regress --loss tests.support.own_functions:squares | squares NaN unknown
 --data good.h5 --shift 28 | --shift 28 27
 --data good.h5 --shift -1 | --shift -1
+--data wide.h5 --rotate90 | --rotate90 wide.h5 square 9x8
 --data good.h5 --normalize imagenet | --normalize 3 1 --channels
 --data good.h5 --random-crop 0.5 | --random-crop jpeg
 --data good.h5 --balanced-sampling --shuffle blocks | --balanced-sampling --shuffle
@@ -447,6 +448,8 @@ def make_packs(place):
     with h5py.File(place / "plain.h5", "w") as file:
         file["x"] = np.zeros((5, 4, 4, 1), np.uint8)
     gray = np.full((61, 28, 28, 1), 7, np.uint8), np.arange(61) % 3
+    wide = np.zeros((61, 8, 9, 1), np.uint8), np.arange(61) % 3
+    hp.write_pack(place / "wide.h5", {"train": wide}, ("a", "b", "c"))
     hp.write_pack(place / "flat.h5", {"train": gray, "test": gray}, ("a", "b", "c"))
 
 

@@ -50,7 +50,9 @@ def help_pages():
 
 def options(page):
     """What the page of a subcommand says of its options: {"--lr": "X", "--seed": "N = 0"}."""
-    head = re.compile(r"^  (?:(--[a-z-]+)(, --no-[a-z-]+)?|([A-Z]+))(?: ({[^}]*}|[A-Z]+))?(?:  |$)")
+    head = re.compile(
+        r"^  (?:(--[a-z0-9-]+)(, --no-[a-z0-9-]+)?|([A-Z]+))(?: ({[^}]*}|[A-Z]+))?(?:  |$)"
+    )
     found, name = {}, ""
     for line in page.splitlines():
         if match := head.match(line):
@@ -145,7 +147,7 @@ def test_what_is_proposed_for_an_option_of_another_program_exists(help_pages):
     for name, meant in hp.Config.elsewhere.items():
         command = re.match(r"hpctrain (\w+)", meant)
         of_command = flags[command[1] if command else "train"]
-        assert set(re.findall(r"--[a-z-]+", meant)) <= of_command, meant
+        assert set(re.findall(r"--[a-z0-9-]+", meant)) <= of_command, meant
         assert f"--{name.replace('_', '-')}" not in flags["train"], name
 
 

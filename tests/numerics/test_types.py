@@ -18,6 +18,7 @@ PACKS = {
     "nodata": ("float32", 5, 13.0, {"nodata": -40 * 13}, {"normalize": "pack"}),
     "images by themselves": ("int16", 3, 13.0, {"nodata": -40 * 13}, {"normalize": "image"}),
 }
+MOVES = {"flip": True, "flip_vertical": True, "rotate90": True, "shift": 2}
 
 
 def write_tiles(folder):
@@ -53,7 +54,7 @@ def write(folder, case):
         splits[name] = ((stored.astype("f8") - below) * factor).astype(dtype), labels
     names = [f"class{k}" for k in range(10)]
     hp.write_pack(settings["data"], splits, names, layout="NHWC", overwrite=True, **how)
-    return settings | {"flip": True, "shift": 2} | more
+    return settings | MOVES | more
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ ELSEWHERE = """
     comm_dtype compile cuda_graphs data deterministic ema final freeze group hang_timeout images
     keep_checkpoints label_smoothing labels layout loss lr_factors max_value metric min_lr
     momentum no_decay optimizer overlap patience progress random_crop read_buffer reduce
-    resume run runs_dir schedule shuffle split stage step_epochs target_scale targets task
+    resume rotate90 run runs_dir schedule shuffle split stage step_epochs target_scale targets task
     tensorboard test threshold
     nodata split_seed time_limit validate_every verify weight_decay worker_load
 """
@@ -137,19 +137,22 @@ def runner(comm, settings):
     return run
 
 
-@of("flip", "shift")
+@of("flip", "flip_vertical", "shift")
 def augmentation(seen, comm):
-    plain, flipped, shifted = seen(), seen(flip=True), seen(shift=2)
-    mirrored = moved = 0
-    for before, after in zip(plain.images, flipped.images, strict=True):
-        assert torch.equal(after, before) or torch.equal(after, before.flip(2))
-        mirrored += not torch.equal(after, before)
+    plain, shifted = seen(), seen(shift=2)
+    moved = 0
+    for axis, setting in ((2, "flip"), (1, "flip_vertical")):
+        mirrored = 0
+        flipped = seen(**{setting: True})
+        for before, after in zip(plain.images, flipped.images, strict=True):
+            assert torch.equal(after, before) or torch.equal(after, before.flip(axis))
+            mirrored += not torch.equal(after, before)
+        assert 10 < comm.allreduce(mirrored) < ROWS - 10
     for before, after in zip(plain.images, shifted.images, strict=True):
         wide = nn.functional.pad(before, (2, 2, 2, 2))  # (C, H + 4, W + 4)
         cuts = [wide[:, y : y + 12, x : x + 11] for y in range(5) for x in range(5)]
         assert any(torch.equal(after, cut) for cut in cuts)
         moved += not torch.equal(after, before)
-    assert 10 < comm.allreduce(mirrored) < ROWS - 10
     assert 40 < comm.allreduce(moved) <= ROWS
     assert plain.loss != flipped.loss != shifted.loss != plain.loss
 

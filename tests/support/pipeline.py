@@ -24,7 +24,6 @@ from torch import Tensor
 import hpctrain as hp
 from hpctrain.inference.network import Inference
 from hpctrain.training.setup import set_up
-from tests.support.api import Augmentation
 
 STEP = 1  # of the first epoch
 BLOCK = 0  # of the validation
@@ -58,8 +57,7 @@ def stages_before_input(run: Any, shard: int, key: int) -> dict[str, Tensor | np
     split = loader.split
     read = np.empty((partition.count(STEP, shard), *split.image_shape), split.dtype)
     loader._read((0, shard, STEP * partition.shares[shard]), key, read)
-    augmentation = Augmentation(run.config.flip, run.config.shift)
-    pipeline = hp.Pipeline(augmentation=augmentation)
+    pipeline = hp.Pipeline(augmentation=run.loader.pipeline.augmentation)
     unit = pipeline.inputs(torch.from_numpy(read), key, split.divisor)
     augmented = unit.permute(0, 2, 3, 1).numpy()
     if read.dtype.kind == "u":
