@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hpctrain as hp
 from tests.support.api import make_sum
+from tests.support.packs import draw_entries
+from tests.support.short import records
 from tests.support.simulated import on_simulated_ranks
 
 
@@ -93,3 +98,26 @@ def test_a_network_learns_as_well(comm, short):
         for dtype in ("fp32", "bf16")
     )
     assert one != other == pytest.approx(one, rel=0.02)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("task", ["multilabel", "regress"])
+def test_entries_of_targets_are_counted_exactly_and_learned_as_well(comm, short, task):
+    """A fourth of the entries is unknown. The first loss is that of equal weights."""
+    path = Path(short["data"]).with_name("entries.h5")
+    if comm.rank == 0:
+        images, present, values = draw_entries(np.random.default_rng(0), 140, (12, 12, 1))
+        targets = present if task == "multilabel" else values
+        names = {"classes": ["a", "b", "c"]} if task == "multilabel" else {"columns": ["a", "b"]}
+        splits = {"train": slice(100), "test": slice(100, 140)}
+        packed = {split: (images[rows], targets[rows]) for split, rows in splits.items()}
+        hp.write_pack(path, packed, **names)
+    comm.Barrier()
+    first, tested = {}, {}
+    for dtype in ("fp32", "bf16"):
+        settings = short | {"data": str(path), "task": task, "run": dtype, "comm_dtype": dtype}
+        result = hp.train(**settings)
+        first[dtype] = next(step["loss"] for step in records(settings) if step["kind"] == "step")
+        tested[dtype] = result.figures["test_loss"]
+    assert first["bf16"] == pytest.approx(first["fp32"], rel=1e-6)
+    assert tested["fp32"] != tested["bf16"] == pytest.approx(tested["fp32"], rel=0.02)

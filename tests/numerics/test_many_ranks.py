@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 import hpctrain as hp
 from tests.support.api import train
+from tests.support.packs import draw_entries
 from tests.support.short import records
 
 pytestmark = pytest.mark.slow
@@ -17,13 +21,38 @@ BITS = {"shards": 8, "deterministic": True}
 @pytest.mark.parametrize(("sizes", "threads"), [((1, 5, 7, 8), None), ((1, 3), 2)])
 def test_many_ranks_learn_the_bits_of_one_with_as_many_threads(comm, short, sizes, threads):
     """Some of the ranks train, then more. Threads of OpenMP spin where ranks share cores."""
-    found = []
-    for size in sizes:
-        some = comm.Split(comm.rank < size, comm.rank)
-        settings = short | BITS | {"run": f"on{size}", "threads": threads}
-        if comm.rank < size:
-            assert train(hp.Config(**settings), some).exit_code == 0
-        comm.Barrier()
-        some.Free()
-        found.append(records(settings)[-1]["digest"])
-    assert len(set(found)) == 1
+    digests = [train_on(comm, size, short | {"threads": threads}) for size in sizes]
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("task", ["multilabel", "regress"])
+def test_many_ranks_learn_the_same_of_several_classes_and_of_values(comm, short, task):
+    """Of the first 6 images nothing is known; figures of others are gathered on rank 0."""
+    path = Path(short["data"]).with_name("entries.h5")
+    if comm.rank == 0:
+        images, present, values = draw_entries(np.random.default_rng(0), 140, (12, 12, 1))
+        names = {"classes": ["a", "b", "c"]}
+        targets = present
+        if task == "regress":
+            names = {"columns": ["sum", "share"]}
+            targets = values
+        train_and_others = {"train": slice(100), "validation": slice(94, 140)}
+        splits = {split: (images[rows], targets[rows]) for split, rows in train_and_others.items()}
+        hp.write_pack(path, splits, **names)
+    comm.Barrier()
+    settings = short | {"data": str(path), "task": task, "clip_norm": 0.5, "batch_size": 24}
+    digests = {size: train_on(comm, size, settings) for size in (1, 2, 3, 5, 8)}
+    assert len({*digests.values()}) == 1, digests
+
+
+def train_on(comm, size, settings):
+    """Train on the first ranks; return the digest of the run."""
+    settings = settings | BITS | {"run": f"on{size}"}
+    some = comm.Split(comm.rank < size, comm.rank)
+    if comm.rank < size:
+        assert train(hp.Config(**settings), some).exit_code == 0
+    comm.Barrier()
+    some.Free()
+    return records(settings)[-1]["digest"]
