@@ -23,6 +23,7 @@ from hpctrain.outcome import Status
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import NETWORK_FILE, find_folder
 from hpctrain.report.history import History
+from hpctrain.report.outputs import output_name
 from hpctrain.report.record import Record, fields_marked, read_records
 from hpctrain.report.settings import UnreadableFile, read_plan_of, read_settings
 from hpctrain.text import brief, say
@@ -217,5 +218,6 @@ def _plot(path: Path, names: str, a: Tensors, b: Tensors) -> None:
     axes.set_xlabel(f"value of {name} (0 to {apart.size - 1:,})", parse_math=False)
     axes.set_ylabel("largest difference" if apart.size > MOST_BARS else "difference")
     axes.set_title(f"{names}\n{difference(a[name], b[name]) or 'equal'}", parse_math=False)
+    written = output_name(path)
     save(figure, path)
-    say(f"{path}: differences of {name}")
+    say(f"{written}: differences of {name}")

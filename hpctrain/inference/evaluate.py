@@ -40,6 +40,7 @@ from hpctrain.parallel.hosts import share_cores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
 from hpctrain.report import results
 from hpctrain.report.find import NETWORK_FILE
+from hpctrain.report.outputs import check_not_read, check_picture, output_name
 from hpctrain.report.record import value_in, without_nonfinite
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
@@ -337,6 +338,7 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                     UsageError(f"--plot {config.plot} is the picture of --mistakes: name another")
                 )
         with open_split(network, config, comm) as split:
+            on_root(comm, check_outputs, network, config, split)
             functions = import_functions(network, config, comm)
             task = replace(task, **functions, has_all_figures=True)
             inference = network.inference._replace(task=task)
@@ -355,10 +357,22 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                     plot_answers(Path(config.plot), result, task, split, network.path)
                 if config.output:
                     output = Path(config.output)
+                    if output.exists() and printed:
+                        say(f"{output}: replaced")
                     write_evaluation(output, result, split.pack, network.path, config.split)
 
             on_root(comm, write)
     return result
+
+
+def check_outputs(network: TrainedNetwork, config: EvaluateConfig, split: Split) -> None:
+    """Raise UsageError if files that the settings ask for would replace others; see outputs.py."""
+    outputs = [Path(output) for output in (config.output, config.plot) if output]
+    if config.mistakes:
+        picture = mistakes_path(network, config)
+        check_picture(picture)
+        outputs.append(picture)
+    check_not_read(outputs, [network.path, *split.pack.sizes])
 
 
 def mistakes_path(network: TrainedNetwork, config: EvaluateConfig) -> Path:
@@ -397,8 +411,9 @@ def draw_mistakes(
     if not captions:
         say(f"{split.name}: no mistakes to draw")
         return
+    name = output_name(path)
     lines = draw_answers(path, split, captions, network)
-    last = f"{path}: the {len(lines):,} {task.worst.format(total=f'{total:,}')}"
+    last = f"{name}: the {len(lines):,} {task.worst.format(total=f'{total:,}')}"
     say("\n".join([*lines, last]))
 
 
@@ -406,13 +421,14 @@ def plot_answers(path: Path, result: Evaluation, task: Task, split: Split, model
     """Write the figure of an evaluation, and print a line."""
     from hpctrain.report.figures import save  # which training does not need
 
-    name = model.parent.name if model.name == NETWORK_FILE else model.name
-    figure = task.plot(result.tallies, f"{name}, split {split.name}, {result.rows:,} images")
+    run = model.parent.name if model.name == NETWORK_FILE else model.name
+    figure = task.plot(result.tallies, f"{run}, split {split.name}, {result.rows:,} images")
     if figure is None:
         say(f"{split.name}: nothing to plot, as no class has samples of both kinds")
         return
+    name = output_name(path)
     save(figure, path)
-    say(f"{path}: {task.plotted}")
+    say(f"{name}: {task.plotted}")
 
 
 def draw_answers(

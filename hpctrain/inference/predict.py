@@ -12,7 +12,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from hpctrain.data.split import Bad, Split
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
 from hpctrain.inference.evaluate import draw_answers, open_network, open_split, picture_path
-from hpctrain.inference.rows import Dataset
+from hpctrain.inference.rows import Dataset, Part
 from hpctrain.inference.trained import (
     PICTURE_CHANNELS,
     Images,
@@ -35,12 +35,14 @@ from hpctrain.inference.trained import (
     say_range,
 )
 from hpctrain.parallel.mpi import Comm, agreed, allgather, on_all, on_root
+from hpctrain.report.outputs import check_not_read, check_picture, output_name
 from hpctrain.report.results import open_table, write_image
 from hpctrain.tasks.tally import Block
 from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import MOST_NAMED, counted, listed, printable, say
 from hpctrain.watchdog import started, waiting
 
+PICTURE = Path("predictions.png")  # of --figure, if the table is printed
 HDF5_SUFFIXES = (".h5", ".hdf5")  # of --output
 WriteAnswers = Callable[[Block, np.ndarray], None]  # the usable rows of a block, and their answers
 
@@ -80,22 +82,50 @@ def main(config: PredictConfig, comm: Comm) -> int:
                 images = Images(network, files, network.decoders)
             write_answers = write_images if task.gives_images else write_table
             with closing(images):
-                write_answers(network, images, config, comm)
+                write_answers(network, images, paths_of(files), config, comm)
         else:
             with open_split(network, config, comm) as split:
-                write_table(network, split, config, comm)
+                write_table(network, split, split.pack.sizes, config, comm)
     return 0
 
 
+def paths_of(files: Sequence[Path | Part]) -> Iterator[str | Path]:
+    """Yield the paths of all files."""
+    for file in files:
+        if isinstance(file, Path):
+            yield file
+        else:
+            yield from file.paths
+
+
+def check_outputs(config: PredictConfig, read: Iterable[str | Path]) -> None:
+    """Raise UsageError if the files of a table would replace others; see report/outputs.py."""
+    outputs = [Path(config.output)]
+    if config.figure:
+        picture = picture_path(config.output, PICTURE)
+        check_picture(picture)
+        outputs.append(picture)
+    check_not_read(outputs, read)
+
+
 def write_table(
-    network: TrainedNetwork, source: Split | Images, config: PredictConfig, comm: Comm
+    network: TrainedNetwork,
+    source: Split | Images,
+    read: Iterable[str | Path],
+    config: PredictConfig,
+    comm: Comm,
 ) -> None:
-    """Write a table of the answers to all images; draw --figure of them at random. Collective."""
+    """Write a table of the answers to all images; draw --figure of them at random. Collective.
+
+    Files that are `read` are not replaced.
+    """
     inference = network.inference
     task = inference.task
     output = config.output
     total = len(source)
     blocks = inference.blocks(total)
+    on_root(comm, check_outputs, config, [network.path, *read])
+    written = output if output == "-" else output_name(Path(output))
     drawn = random.Random(0).sample(range(total), min(config.figure, total))
     bad = Bad()
     captions = list[Caption]()
@@ -119,12 +149,13 @@ def write_table(
         with on_all(comm):
             table.close()
             if comm.rank == 0 and output != "-":
-                say(f"{output}: {total - len(bad):,} images {task.facts.answered}")
+                say(f"{written}: {total - len(bad):,} images {task.facts.answered}")
             if captions:
-                picture = picture_path(output, Path("predictions.png"))
+                picture = picture_path(output, PICTURE)
+                written = output_name(picture)
                 draw_answers(picture, source, captions, network)
                 say(
-                    f"{picture}: {len(captions):,} images with their answers",
+                    f"{written}: {len(captions):,} images with their answers",
                     sys.stderr if output == "-" else None,
                 )
     place = "what is printed" if output == "-" else output
@@ -192,13 +223,17 @@ def say_changes(images: Images, scale: Scale, comm: Comm) -> None:
 
 
 def write_images(
-    network: TrainedNetwork, images: Images, config: PredictConfig, comm: Comm
+    network: TrainedNetwork,
+    images: Images,
+    read: Iterable[str | Path],
+    config: PredictConfig,
+    comm: Comm,
 ) -> None:
     """Restore every image with the network, and write files of them to --output. Collective.
 
     They have the names of the images, as new-5 for row 5 of new.h5, all behind their numbers if two
     are the same, and values as stored for the training, also those that are no data: PNG files
-    where PNG can hold these, else .npy files (H, W, C).
+    where PNG can hold these, else .npy files (H, W, C). Files that are `read` are not replaced.
     """
     folder = Path("restored" if config.output == PredictConfig.output else config.output)
     names = images.columns
@@ -212,6 +247,9 @@ def write_images(
     inference = network.inference
     scale = network.scale
     suffix = ".png" if is_png(scale.dtype, network.image_shape[2]) else ".npy"
+    paths = [folder / f"{stem}{suffix}" for stem in stems]
+    on_root(comm, check_not_read, paths, [network.path, *read])
+    replaced = on_root(comm, lambda: sum(path.exists() for path in paths))
     bad = Bad()
     mine = range(comm.rank, inference.blocks(len(images)), comm.size)
     with on_all(comm):
@@ -223,7 +261,7 @@ def write_images(
             if scale.nodata is not None:
                 copy_nodata(images, block.rows, stored, scale.nodata)
             for row, image in zip(block.rows.tolist(), stored, strict=True):
-                write_stored(folder / f"{stems[row]}{suffix}", image)
+                write_stored(paths[row], image)
     say_changes(images, scale, comm)
     bad = {row: why for part in allgather(comm, bad) for row, why in part.items()}
     if comm.rank == 0:
@@ -231,6 +269,8 @@ def write_images(
         note = ""
         if not scale.is_bytes or suffix == ".npy":
             note = f" as {suffix} files of {scale.dtype}, values as in the training"
+        if replaced:
+            note += f", in place of {counted(replaced, 'earlier file')}"
         say(f"{folder}: {count:,} images {inference.task.facts.answered}{note}")
     on_root(comm, report_unusable, config, bad, len(stems), f"{folder} holds the others")
 

@@ -30,6 +30,7 @@ from hpctrain.outcome import Status
 from hpctrain.report.find import distinct_names, evaluation_file, find_folder, sweep_runs
 from hpctrain.report.history import History
 from hpctrain.report.metrics import PERCENT
+from hpctrain.report.outputs import output_name
 from hpctrain.report.record import AREAS, ERRORS, is_count, task_of
 from hpctrain.text import brief, parse_json, say
 
@@ -92,12 +93,14 @@ def main(settings: PlotConfig) -> int:
         matrices = read_each(partial(read_confusion, split=settings.split), runs)
     panels = list(dict.fromkeys(name for network in networks for name in network.curves))
     figure = plot_training(networks, panels, overlay=settings.overlay or len(networks) > APART)
+    written = output_name(path)
     save(figure, path)
-    say(f"{path}: {' and '.join(panels)} by epoch")
+    say(f"{written}: {' and '.join(panels)} by epoch")
     if matrices:
         second = path.with_stem(path.stem + CONFUSION)
+        written = output_name(second)
         save(plot_confusion(matrices, settings.split), second)
-        say(f"{second}: confusion matrix of the split {settings.split}")
+        say(f"{written}: confusion matrix of the split {settings.split}")
     return 0
 
 

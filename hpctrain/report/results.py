@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.files import as_text, remove_left_behind, whole_file, writing
+from hpctrain.report.outputs import PROGRAM, SOFTWARE
 from hpctrain.text import brief, check_output, say
 
 if TYPE_CHECKING:
@@ -135,8 +136,12 @@ def draw_captioned(
 
 def write_image(path: Path, image: np.ndarray) -> None:
     """Write an image (H, W, C), uint8, gray uint16 or floats in [0, 1], as PNG. Raises RunError."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text(SOFTWARE, PROGRAM)
     with writing(path), whole_file(path) as file:
-        _image(image).save(file, format="PNG")
+        _image(image).save(file, format="PNG", pnginfo=info)
 
 
 def _image(values: np.ndarray) -> Any:

@@ -65,19 +65,9 @@ def test_images_are_restored_with_the_values_of_the_training(tmp_path):
     """12 bits in 16; where they are not in [0, 1], noise and its removal have no meaning."""
     images, labels = pixels(64, (28, 28, 1), 3)
     path = write(tmp_path / "a.h5", images.astype("u2") * 16, labels)
-    words = [
-        "--images",
-        "x",
-        "--labels",
-        "y",
-        "--task",
-        "denoise",
-        "--epochs",
-        "20",
-        "--lr",
-        "0.01",
-    ]
-    run = train_once(path, *words, "--max-value", "4095")
+    given = ["--images", "x", "--labels", "y", "--task", "denoise", "--epochs", "20"]
+    given += ["--lr", "0.01"]
+    run = train_once(path, *given, "--max-value", "4095")
     Image.fromarray(images[5, ..., 0].astype("u2") * 16).save(tmp_path / "5.png")
     ended = command(1, "predict", run, tmp_path / "5.png", "--output", tmp_path / "clean")
     assert ended.code == 0, ended.err
@@ -85,12 +75,19 @@ def test_images_are_restored_with_the_values_of_the_training(tmp_path):
     network = hp.load(run)
     with torch.no_grad():
         output = network.model(network.preprocess(tmp_path / "5.png"))[0, 0].numpy()
+    words = ["predict", run, tmp_path / "5.png", "--output"]
+    ended = command(2, *words, tmp_path / "clean")
+    assert ended.code == 0 and "as in the training, in place of 1 earlier file\n" in ended.out
+    before = (tmp_path / "5.png").read_bytes()
+    ended = command(2, *words, tmp_path)
+    assert ended.code == 2 and "5.png is read, and would be replaced" in ended.err
+    assert (tmp_path / "5.png").read_bytes() == before
     restored = np.asarray(Image.open(tmp_path / "clean/5.png"))
     assert np.abs(output.clip(0) * 4095 - restored).max() < 0.6 and restored.max() > 255
     with pytest.raises(
         AssertionError, match="uint16 values from 0 to .*: give another --max-value"
     ):
-        train_once(path, *words, "--max-value", "255", run="b")
+        train_once(path, *given, "--max-value", "255", run="b")
 
 
 def test_values_that_png_cannot_hold_are_restored_as_arrays(tmp_path):

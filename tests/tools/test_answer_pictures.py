@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import h5py
 import numpy as np
 import pytest
@@ -189,3 +191,44 @@ def test_a_network_that_restores_images_has_no_answers(trained, tmp_path):
         ended = command(1, *words, "--output", tmp_path / "new")
         assert ended.code == 2 and words[-2] in ended.err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("subcommand", ["predict", "evaluate"])
+def test_a_picture_beside_the_output_replaces_no_other_file(trained, tmp_path, subcommand):
+    """One that hpctrain has drawn is replaced, and the line says so."""
+    picture = tmp_path / "b.png"
+    Image.new("L", (28, 28)).save(picture)
+    words = [subcommand, trained.run("plain"), "--output", tmp_path / "b.csv"]
+    words += ["--figure", "1"] if subcommand == "predict" else ["--mistakes", "1"]
+    for content in (picture.read_bytes(), b"no picture"):
+        picture.write_bytes(content)
+        ended = command(2, *words)
+        assert ended.code == 2 and f"{picture} exists" in ended.err
+        assert picture.read_bytes() == content and not (tmp_path / "b.csv").exists()
+    picture.unlink()
+    first, second = command(2, *words), command(2, *words)
+    assert first.code == second.code == 0 and "(replaced)" not in first.out
+    assert f"{picture} (replaced): " in second.out
+
+
+def test_what_is_read_is_not_replaced(trained, tmp_path):
+    """Whatever its name: a link to an image, the pack, the network."""
+    image = tmp_path / "a.png"
+    Image.new("L", (28, 28)).save(image)
+    link = tmp_path / "b.csv"
+    link.symlink_to(image)
+    run = trained.run("plain")
+    network = run / "model.safetensors"
+    data = hp.load(run).metadata["pack"]
+    before = [Path(path).read_bytes() for path in (image, network, data)]
+    for words in (
+        ["predict", run, image, "--output", link],
+        ["predict", run, data, "--output", data],
+        ["predict", run, "--output", data],
+        ["predict", run, image, "--output", network],
+        ["evaluate", run, "--output", data],
+        ["evaluate", run, "--output", network],
+    ):
+        ended = command(2, *words)
+        assert ended.code == 2 and f"{words[-1]} is read, and would be replaced" in ended.err
+    assert before == [Path(path).read_bytes() for path in (image, network, data)]
