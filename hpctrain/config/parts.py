@@ -18,7 +18,7 @@ import re
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -200,8 +200,7 @@ def build_part(part: Part, **filled: Any) -> Any:
 
     Raises UsageError for arguments that the class does not take, or refuses itself.
     """
-    for name in filled.keys() & part.kwargs.keys():
-        raise UsageError(f"{part.flag}: hpctrain gives {name}: leave it out")
+    check_filled(part, part.kwargs, filled)
     kind = load_class(part)
     try:
         signature = inspect.signature(kind)
@@ -209,10 +208,11 @@ def build_part(part: Part, **filled: Any) -> Any:
         signature = inspect.Signature()
     try:
         kwargs = {**_with_choices(signature, part.kwargs), **filled}
-        given = signature.bind(*part.args, **kwargs)
-        for name in given.arguments:
-            if name not in filled:
-                _check_argument(part, name)
+        given = signature.bind_partial(*part.args, **part.kwargs).arguments
+        for name in given:  # those without names, too
+            _check_argument(part, name)
+        check_filled(part, given, filled)
+        signature.bind(*part.args, **kwargs)
         with installed_only():
             return kind(*part.args, **kwargs)
     except UsageError:
@@ -222,6 +222,13 @@ def build_part(part: Part, **filled: Any) -> Any:
         raise UsageError(
             f"{part.flag}: {reason}; it is {describe(part.name, signature)}"
         ) from error
+
+
+def check_filled(part: Part, given: Iterable[str], filled: Iterable[str]) -> None:
+    """Raise UsageError if one of the given arguments, by name, is one that hpctrain fills in."""
+    for name in given:
+        if name in filled:
+            raise UsageError(f"{part.flag}: hpctrain gives {name}: leave it out")
 
 
 def describe(name: str, signature: inspect.Signature) -> str:

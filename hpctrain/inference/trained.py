@@ -147,8 +147,14 @@ class TrainedNetwork:
             names = tuple(metadata.get("columns", classes))
             require_trust({"model": metadata["model"]}, path, trust_code)
             with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
-                outputs = task_class(metadata["task"]).outputs(len(names))
-                model = build(metadata["model"], shape, outputs, metadata["small_stem"])
+                task_of_file = task_class(metadata["task"])
+                model = build(
+                    metadata["model"],
+                    shape,
+                    task_of_file.outputs(len(names)),
+                    metadata["small_stem"],
+                    output=task_of_file.output_shape(shape, len(names)),
+                )
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{path} holds weights but not the network they belong to ({one_line(error)}): it"

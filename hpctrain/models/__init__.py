@@ -6,7 +6,7 @@ from hpctrain.models.build import (
     check_types,
     evaluating,
     input_like,
-    own_input,
 )
 from hpctrain.models.init import InitialWeights, load_init
+from hpctrain.models.library import own_input
 from hpctrain.models.weights import as_bytes, load_weights, read_model, save_model, snapshot

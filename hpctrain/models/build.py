@@ -1,8 +1,6 @@
 """Networks by name: ``build("resnet50", image_shape, classes)``, or the user's own function.
 
-``timm:NAME`` is a network of timm, where it is installed, for the images of the pack, with random
-weights. Nothing is downloaded: published weights are a file for ``--init``. Its attribute
-`pretrained_cfg` holds the size and the normalization of images for them.
+``timm:NAME`` and ``smp:NAME`` are networks of other libraries (``library.py``).
 
 Any other ``package.module:function`` is imported and called as
 ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps images
@@ -11,12 +9,9 @@ Any other ``package.module:function`` is imported and called as
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.config.functions import Imported, import_function, own_code_error
 from hpctrain.config.parts import is_part
-from hpctrain.errors import UsageError, did_you_mean, one_line
+from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.models.library import make_of_library, own_input, size_hint
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import Autoencoder, DigitsNet
 from hpctrain.models.weights import TYPES
@@ -55,25 +51,28 @@ def build(
     image_shape: tuple[int, int, int],
     classes: int,
     small_stem: bool = False,
+    *,
+    output: tuple[int, ...] = (),
 ) -> nn.Module:
     """Build the network `name` for images of (H, W, C), with weights drawn from torch's generator.
 
-    Raises UsageError if there is no such network, or if the user's function fails or returns
-    anything but a module with parameters.
+    `output` is the shape of its output for one image, (classes,) by default. Raises UsageError if
+    there is no such network, or if the user's function fails or returns anything but a module with
+    parameters.
     """
     if small_stem and not name.startswith("resnet"):
         raise UsageError(f"--small-stem is for resnet18, resnet34, resnet50; --model is {name}")
     if name in NETWORKS:
         options = {"small_stem": True} if small_stem else {}
         return NETWORKS[name](image_shape, classes, **options)
-    if name.startswith("timm:"):
-        model = make_of_timm(name, image_shape, classes)
-    elif is_part("model", name):
-        raise UsageError(f"--model {name}: only networks of timm can be given yet")
+    if is_part("model", name):
+        model = make_of_library(name, image_shape, output or (classes,))
     elif ":" in name:
         model = call_own_function(import_function(name, "--model"), image_shape, classes)
     else:
-        choices = f"; there are {', '.join(NETWORKS)}, timm:NAME and package.module:function"
+        choices = (
+            f"; there are {', '.join(NETWORKS)}, timm:NAME, smp:NAME and package.module:function"
+        )
         near = did_you_mean(name, NETWORKS)
         raise UsageError(f"--model {name}: no such network{near or choices}")
     for key, value in (*model.state_dict().items(), *model.named_buffers()):
@@ -231,6 +230,8 @@ def check_output_shape(model: nn.Module, outputs: Any, n: int, shape: tuple[int,
     if outputs.shape != (n, *shape):
         if len(shape) == 1:
             needs = f"the data has {shape[0]} classes"
+            if outputs.ndim == 4:
+                needs = f"networks that return images are for --task denoise, and {needs}"
         else:
             needs = "an image is learnt"
         raise UsageError(
@@ -263,58 +264,3 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
         if name:
             last = f"layer {name}, {type(module).__name__}"
     return last
-
-
-def make_of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Make the network "timm:NAME", for this size of images where it can be chosen.
-
-    Raises UsageError if timm is not installed, has no such network, or cannot make it.
-    """
-    spec = importlib.util.find_spec("timm")
-    if spec is None:
-        raise UsageError(f"--model {name} needs timm: pip install timm")
-    file = Path(spec.origin or "").resolve()
-    if Path.cwd() in file.parents[:2]:  # a file of weights may name timm, not a module here
-        raise UsageError(f"--model {name}: {file} is not the installed timm: move it away")
-    name_in_timm = name.removeprefix("timm:")
-    height, width, channels = image_shape
-    config = None
-    options = {}
-    try:
-        timm = importlib.import_module("timm")
-        networks = timm.list_models()
-        base = name_in_timm.partition(".")[0]  # NAME.TAG
-        if base not in networks:
-            near = did_you_mean(base, networks)
-            raise UsageError(f"--model {name}: timm {timm.__version__} has no such network{near}")
-        config = timm.get_pretrained_cfg(name_in_timm)
-        if config and config.fixed_input_size and config.input_size[1:] != (height, width):
-            options["img_size"] = (height, width)
-        return timm.create_model(
-            name_in_timm,
-            num_classes=classes,
-            in_chans=channels,
-            **options,
-        )
-    except UsageError:
-        raise
-    except Exception as error:  # also of a timm for another torch
-        hint = size_hint(config and config.input_size, image_shape)
-        raise UsageError(
-            f"--model {name} cannot be made for images of {width}x{height}: {one_line(error)}{hint}"
-        ) from error
-
-
-def size_hint(size: tuple[int, int, int] | None, image_shape: tuple[int, int, int]) -> str:
-    """Return how to pack for the published input size (C, H, W), if images have another."""
-    if size is None or size[1:] == image_shape[:2]:
-        return ""
-    return f"; published for {size[2]}x{size[1]}: pack with --size {size[2]}x{size[1]}"
-
-
-def own_input(model: nn.Module) -> Mapping[str, Any]:
-    """Return `architecture`, `input_size` (C, H, W), `mean` and `std`; empty if not known."""
-    config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict) and config.get("mean"):
-        return config
-    return {}

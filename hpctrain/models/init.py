@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.build import own_input
+from hpctrain.models.library import own_input
 from hpctrain.models.torchfile import read_torch_file, tensors_of
 from hpctrain.models.weights import COUNTER, Tensors, is_torch_file, load_weights, read_model
 from hpctrain.text import listed

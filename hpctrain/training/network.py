@@ -179,10 +179,11 @@ def make_model(
     shape = pack.image_shape
     count = len(pack.targets.names)
     outputs = task.outputs(count)
-    model = build(model_name(config, shape), shape, outputs, config.small_stem)
+    output = task.output_shape(shape, count)
+    model = build(model_name(config, shape), shape, outputs, config.small_stem, output=output)
     if not config.freeze:  # else it may freeze other types
         check_types(model)
-    check_forward(model, shape, task.output_shape(shape, count))
+    check_forward(model, shape, output)
     init = None
     if config.init and first_weights:
         init = load_init(model, find_model(config.init, config.runs_dir), outputs, shape[2])

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.libraries import timm_stand_in
 from tests.support.api import command_line
 from tests.support.external import pixels, write
 from tests.support.packs import make_pack
 
 pytestmark = pytest.mark.ranks(1)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-TINY = ((0.125, 0.5, 0.75), (0.25, 0.5, 1.0))  # of timm:tiny_net
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # of timm:test_resnet
 
 
 @pytest.fixture
@@ -58,18 +57,15 @@ def notes(folder):
         ({"init": "foreign.pth"}, IMAGENET, "ImageNet"),
         ({"init": "foreign.pth", "normalize": "unit"}, None, ""),
         ({"init": "foreign.pth", "data": "gray.h5"}, ((0.449,), (0.226,)), "ImageNet"),
-        ({"model": "timm:tiny_net"}, TINY, "timm:tiny_net"),
-        ({"model": "timm:tiny_net", "normalize": "unit"}, None, ""),
-        ({"model": "timm:tiny_net", "data": "gray.h5"}, ((11 / 24,), (1.75 / 3,)), "mean 0.4583"),
+        ({"model": "timm:test_resnet"}, HALF, "timm:test_resnet"),
+        ({"model": "timm:test_resnet", "normalize": "unit"}, None, ""),
+        ({"model": "timm:test_byobnet", "data": "gray.h5"}, ((0.449,), (0.226,)), "mean 0.449"),
     ],
 )
-def test_auto_scales_as_the_first_weights_expect(
-    comm, given, tmp_path, monkeypatch, settings, scaling, said
-):
+def test_auto_scales_as_the_first_weights_expect(comm, given, tmp_path, settings, scaling, said):
     files = {n: str(tmp_path / v) if n in ("init", "data") else v for n, v in settings.items()}
-    with timm_stand_in(monkeypatch):
-        folder = hp.train(**{**given, **files}).folder
-        found = scaling_of(folder)
+    folder = hp.train(**{**given, **files}).folder
+    found = scaling_of(folder)
     for values, expected in zip(found, scaling or (None, None), strict=True):
         assert values == (expected and pytest.approx(list(expected), rel=1e-3))
     assert len(notes(folder)) == bool(said) and all(said in note for note in notes(folder))
@@ -122,15 +118,25 @@ def test_a_resumed_run_keeps_its_scaling(comm, given, tmp_path):
         hp.train(**{**first, "epochs": 3, "normalize": "unit"})
 
 
-def test_a_network_of_timm_from_first_step_to_answer(comm, given, tmp_path, monkeypatch):
-    name = "timm:tiny_vit.clip"
-    with timm_stand_in(monkeypatch):
-        hp.train(**{**given, "model": name})
-        folder = hp.train(**{**given, "model": name, "epochs": 2}).folder
-        network = hp.load(folder)  # names no --model
-        assert network.metadata["model"] == name and network.metadata["epoch"] == 2
-        assert scaling_of(folder)[0]
-        assert hp.evaluate(folder, threads=1).rows == 7
-        words = [str(folder), "--threads=1", f"--output={tmp_path}/p.csv"]
-        assert command_line(["predict", *words]) == 0
+def test_a_network_of_timm_from_first_step_to_answer(comm, given, tmp_path):
+    name = "timm:test_vit.r160_in1k(num_heads=4, pos_drop_rate=0.1)"
+    hp.train(**{**given, "model": name})
+    folder = hp.train(**{**given, "model": name, "epochs": 2}).folder
+    network = hp.load(folder)  # names no --model
+    assert network.metadata["model"] == name and network.metadata["epoch"] == 2
+    assert scaling_of(folder)[0]
+    assert hp.evaluate(folder, threads=1).rows == 7
+    words = [str(folder), "--threads=1", f"--output={tmp_path}/p.csv"]
+    assert command_line(["predict", *words]) == 0
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 8
+
+
+def test_a_network_of_smp_restores_images(comm, given, tmp_path):
+    name = "smp:Unet(encoder_name='tu-test_resnet', encoder_depth=3, decoder_channels=(16, 8, 4))"
+    denoise = {"model": name, "task": "denoise", "data": str(tmp_path / "gray.h5")}
+    folder = hp.train(**{**given, **denoise}).folder
+    network = hp.load(folder)
+    with torch.no_grad():
+        assert network.model(torch.zeros(2, 1, 16, 16)).shape == (2, 1, 16, 16)
+    with pytest.raises(hp.UsageError, match="networks that return images are for --task denoise"):
+        hp.train(**{**given, "model": name, "run": "b"})
