@@ -20,8 +20,9 @@ from rich.text import Text
 from hpctrain.outcome import Status
 from hpctrain.report.console import make_console, output_width, styled
 from hpctrain.report.metrics import metrics_of
-from hpctrain.report.record import ERRORS, fields_marked, figures_of
+from hpctrain.report.record import fields_marked, figures_of
 from hpctrain.report.step_stats import seconds_left, shares_text
+from hpctrain.tasks.facts import shown_figures
 from hpctrain.text import (
     check_output,
     counted,
@@ -234,7 +235,7 @@ def figures(record: Record, names: Iterable[str]) -> str:
     own = record.get("metrics") or {}
     texts = {
         SHORT.get(name, name): _figure_text(name, record[name])
-        for name in (*names, *SHARES, *ERRORS)
+        for name in (*names, *shown_figures())
         if name != "loss" and record.get(name) is not None
     }
     texts |= {name: short_number(value) for name, value in own.items() if value is not None}

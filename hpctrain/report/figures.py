@@ -31,7 +31,8 @@ from hpctrain.report.find import distinct_names, evaluation_file, find_folder, s
 from hpctrain.report.history import History
 from hpctrain.report.metrics import PERCENT
 from hpctrain.report.outputs import output_name
-from hpctrain.report.record import AREAS, ERRORS, is_count, task_of
+from hpctrain.report.record import is_count, task_of
+from hpctrain.tasks.facts import shown_figures
 from hpctrain.text import brief, parse_json, say
 
 BLUE = "#0072b2"  # of the colour-blind-safe palette of Okabe and Ito, as the next one
@@ -51,7 +52,7 @@ CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file 
 APART = 6  # runs that have columns of their own
 NAMES = 30  # in a column of a legend
 METRICS = "metrics_"  # before the names of --metric, in the columns of validations
-MORE = (METRICS, "balanced_accuracy", *AREAS, *ERRORS)  # how other columns with a panel begin
+MORE = (METRICS, *shown_figures())  # how other columns with a panel begin
 DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
 DOTS: dict[str, Any] = {
     "linestyle": "none",

@@ -13,7 +13,7 @@ in a power failure, say): it is named by file and line.
 **To add a field**, add a line to `FIELDS` and pass the value where the record is made (for steps
 ``Recorder.write`` in training/loop.py). `scalar` makes TensorBoard show it, `deterministic` makes
 ``compare`` compare it. No other change is needed. Figures of tasks (tasks/facts.py) are fields by
-themselves; only a share needs a line.
+themselves.
 """
 
 from __future__ import annotations
@@ -108,11 +108,6 @@ EXACT_TEXT = Field(str, deterministic=True)
 METRIC = Field(float, deterministic=True, scalar=True)
 ACCURACY = Field(float, deterministic=True, scalar=True, is_share=True)
 
-#: Figures from 0 to 1 of evaluations that have them.
-AREAS = ("top5_accuracy", "mAP", "mAP_binned", "auroc", "auroc_binned", "f1_macro", "f1_micro")
-#: Figures of evaluations of predicted values.
-ERRORS = ("relative_mae", "r2", "mae", "rmse")
-
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "run": {  # a launch; these, and all other facts of training/folder.py: run_facts
         **dict.fromkeys(("epochs", "steps_per_epoch", "ranks"), COUNT),
@@ -137,13 +132,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "evaluation": {  # with the weights after `step`
         **dict.fromkeys(("epoch", "step"), COUNT),
         "split": EXACT_TEXT,
-        "loss": METRIC,
-        "accuracy": ACCURACY,
-        "unweighted_loss": METRIC,  # with --class-weights
-        "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
-        "balanced_accuracy": ACCURACY,  # mean recall, where classes are weighted or sampled alike
-        **dict.fromkeys(AREAS, ACCURACY),
-        **dict.fromkeys(ERRORS, METRIC),
+        **{name: ACCURACY if figure.is_share else METRIC for name, figure in all_figures().items()},
         "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
         "rows": EXACT_COUNT,
         "seconds": NUMBER,
@@ -171,8 +160,6 @@ for kind, field in FIGURES.items():
     for facts in FACTS.values():
         for name in facts.figures:
             FIELDS[kind].setdefault(name, field)
-for name in all_figures():
-    FIELDS["evaluation"].setdefault(name, METRIC)
 
 NEEDED = {  # fields without which, or with null, a record cannot be read, by kind
     **{"step": ("step",), "epoch": ("epoch",), "evaluation": ("split", "step")},
@@ -194,7 +181,7 @@ def figures_of(facts: Record) -> dict[str, Direction]:
 
     `facts` is the first line of the record. If it lists no figures, they are those of its task.
     """
-    return {**(facts.get("figures") or task_of(facts).figures), "loss": "min"}
+    return {**(facts.get("figures") or task_of(facts).recorded), "loss": "min"}
 
 
 def value_in(record: Record, name: str) -> float | None:

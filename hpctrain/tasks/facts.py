@@ -26,16 +26,30 @@ NO_CLASSES = "its loss knows no classes"
 NOT_ONE_CLASS = "it draws images by their one class"
 
 
+class FigureFacts(NamedTuple):
+    """How a figure of evaluations is read."""
+
+    direction: Direction  # in which it is better
+    is_share: bool = False  # whether it is from 0 to 1
+    is_shown: bool = True  # by displays of validations, and as a curve
+
+
+SHARE = FigureFacts("max", is_share=True)
+SCORE = FigureFacts("max")
+ERROR = FigureFacts("min")
+BESIDE_LOSS = FigureFacts("min", is_shown=False)  # a loss that explains another one
+
+
 class TaskFacts(NamedTuple):
     """Defaults and figures of a task; its name is that of its module."""
 
     help: str  # purpose, for the help: "learn the class of an image"
     use: str  # verb and object, for errors: "this network classifies images"
     answered: str  # participle, for reports: "5 images classified"
-    figures: dict[str, Direction]  # in records; runs are ranked by the first one
+    figures: Mapping[str, FigureFacts]  # in records; runs are ranked by the first one
     loss: str  # name of its loss
     targets: str = ""  # kind of targets that it learns, of `KINDS`; "" = any
-    more: Mapping[str, Direction] = MappingProxyType({})  # further figures of evaluations
+    more: Mapping[str, FigureFacts] = MappingProxyType({})  # further figures of evaluations
     best_by: str = ""  # figure that chooses the best network; "" = the first one
     settings: tuple[tuple[str, type], ...] = ()  # its own, held by a network's file
     model: str = ""  # for --model auto; "" = by the size of the images
@@ -49,7 +63,12 @@ class TaskFacts(NamedTuple):
     @property
     def directions(self) -> dict[str, Direction]:
         """All figures of evaluations, and the direction in which each is better."""
-        return {**self.figures, **self.more}
+        return {name: figure.direction for name, figure in {**self.figures, **self.more}.items()}
+
+    @property
+    def recorded(self) -> dict[str, Direction]:
+        """The figures of all its records, and the direction in which each is better."""
+        return {name: figure.direction for name, figure in self.figures.items()}
 
     @property
     def chooses(self) -> str:
@@ -69,16 +88,16 @@ FACTS: dict[str, TaskFacts] = {
         help="learn the class of an image",
         use="classifies images",
         answered="classified",
-        figures={"accuracy": "max", "loss": "min"},
+        figures={"accuracy": SHARE, "loss": ERROR},
         loss="cross-entropy",
         targets="class",
         more={
-            "unweighted_loss": "min",
-            "balanced_accuracy": "max",
-            "top5_accuracy": "max",
-            "auroc": "max",
-            "auroc_binned": "max",
-            "f1_macro": "max",
+            "unweighted_loss": BESIDE_LOSS,
+            "balanced_accuracy": SHARE,
+            "top5_accuracy": SHARE,
+            "auroc": SHARE,
+            "auroc_binned": SHARE,
+            "f1_macro": SHARE,
         },
         best_by="loss",
     ),
@@ -88,16 +107,16 @@ FACTS: dict[str, TaskFacts] = {
         help="all of its classes",
         use="finds classes of images",
         answered="labelled",
-        figures={"mAP": "max", "loss": "min"},
+        figures={"mAP": SHARE, "loss": ERROR},
         loss="binary cross-entropy",
         targets="classes",
         more={
-            "unweighted_loss": "min",
-            "auroc": "max",
-            "f1_macro": "max",
-            "f1_micro": "max",
-            "mAP_binned": "max",
-            "auroc_binned": "max",
+            "unweighted_loss": BESIDE_LOSS,
+            "auroc": SHARE,
+            "f1_macro": SHARE,
+            "f1_micro": SHARE,
+            "mAP_binned": SHARE,
+            "auroc_binned": SHARE,
         },
         optimizer="adam",
         patience=10,
@@ -107,10 +126,10 @@ FACTS: dict[str, TaskFacts] = {
         help="values, such as an age",
         use="measures images",
         answered="measured",
-        figures={"relative_mae": "min", "loss": "min"},
+        figures={"relative_mae": ERROR, "loss": ERROR},
         loss="mean squared error of standardized values",
         targets="values",
-        more={"r2": "max", "mae": "min", "rmse": "min"},
+        more={"r2": SCORE, "mae": ERROR, "rmse": ERROR},
         optimizer="adam",
         patience=10,
         excludes=(
@@ -123,9 +142,9 @@ FACTS: dict[str, TaskFacts] = {
         help="to remove noise",
         use="restores images",
         answered="restored",
-        figures={"loss": "min"},
+        figures={"loss": ERROR},
         loss="mean squared error",
-        more={"noisy": "min"},
+        more={"noisy": BESIDE_LOSS},
         settings=(("noise", str), ("noise_level", float)),
         model="autoencoder",
         optimizer="adam",
@@ -142,9 +161,18 @@ FACTS: dict[str, TaskFacts] = {
 USUAL = FACTS["classify"]
 
 
-def all_figures() -> set[str]:
-    """Return the names of the figures of all tasks."""
-    return {name for facts in FACTS.values() for name in facts.directions}
+def all_figures() -> dict[str, FigureFacts]:
+    """Return the figures of all tasks."""
+    return {
+        name: figure
+        for facts in FACTS.values()
+        for name, figure in (*facts.figures.items(), *facts.more.items())
+    }
+
+
+def shown_figures() -> list[str]:
+    """Return the names of the figures beside the loss that displays and curves have."""
+    return [name for name, figure in all_figures().items() if figure.is_shown and name != "loss"]
 
 
 def best_by(setting: str | None, task: str) -> BestBy:

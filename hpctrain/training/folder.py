@@ -104,7 +104,7 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
 
 def ranking_figures(run: Run) -> dict[str, Direction]:
     """Return the figures that the record lists, with their directions: the first one ranks runs."""
-    figures = run.task.facts.figures
+    figures = run.task.facts.recorded
     if not run.task.best_by:
         return figures
     return {run.best_by.figure: run.best_by.direction, **figures}

@@ -128,8 +128,8 @@ def test_a_field_that_is_not_listed_is_refused(tmp_path):
 
 
 NEW_TASK = """
-from hpctrain.tasks.facts import FACTS, USUAL
-FACTS["regress"] = USUAL._replace(figures={"mae": "min", "loss": "min"})
+from hpctrain.tasks.facts import ERROR, FACTS, USUAL
+FACTS["regress"] = USUAL._replace(figures={"mae": ERROR, "loss": ERROR})
 from hpctrain.report.record import FIELDS
 print([kind for kind, fields in FIELDS.items() if "mae" in fields])
 """
