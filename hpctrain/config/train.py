@@ -146,7 +146,7 @@ class Config(OnRanks):
         "auto",
     )
     random_crop: float = option(
-        "random resized crops of at least this share of the area, aspects 3/4 to 4/3; JPEG packs",
+        "random crops of at least this share of the area, aspects 3/4 to 4/3, resized; 0 = none",
         0.0,
         "[0, 1]",
     )

@@ -16,7 +16,8 @@ What these steps change in a picture is listed (`Change`), counted and printed.
 A pack of JPEG files gives exactly the pixels that a pack of pixels would hold. Random crops of them
 are those of Szegedy et al. 2015 (arXiv:1409.4842), drawn as by torchvision's RandomResizedCrop: the
 area is uniform, the ratio of width to height log-uniform between 3/4 and 4/3. If ten such crops do
-not fit into the image, the largest centred crop within these ratios is used.
+not fit into the image, the largest centred crop within these ratios is used. Packs of pixels
+have the same crops (``crops.py``).
 """
 
 from __future__ import annotations

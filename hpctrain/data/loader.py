@@ -25,7 +25,7 @@ from hpctrain.data.orders import BlockOrder, Order
 from hpctrain.data.partition import random_key
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.split import Bad, Split, describe_first
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError
 from hpctrain.streams import Event, Upload, copy_to_device, start_thread
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ class ReadOptions(NamedTuple):
     """How a loader reads images."""
 
     read_buffer: int = READ_BUFFER  # bytes; samples that fit are read once and kept
-    random_crop: float = 0.0  # least share of a JPEG file's area in its random crops; 0 = all of it
+    random_crop: float = 0.0  # least share of an image's area in its random crops; 0 = all of it
     device: torch.device | str = "cpu"  # equal to the pipeline's
 
 
@@ -148,7 +148,8 @@ class Loader:
 
     All samples that the shards may read are read once and kept, if they fit into the read buffer.
     Otherwise a `BlockOrder` reads windows: the next one of every shard while one is used. Other
-    orders, and random crops, read each sample when it is needed.
+    orders, and random crops of JPEG files, read each sample when it is needed. Random crops of
+    stored pixels are made of what was read.
     """
 
     def __init__(
@@ -164,16 +165,15 @@ class Loader:
 
         `pipeline` makes inputs and targets; None = images as float32 in [0, 1] on the CPU, and
         targets. `epochs` is their number: the first steps of the next one are prefetched before one
-        ends. Raises UsageError for random crops of samples that are not JPEG files.
+        ends.
         """
-        if options.random_crop and not split.pack.fit:
-            raise UsageError("--random-crop needs a pack of JPEG files: pack with --encoding jpeg")
         self.split = split
         self.order = order
         self.partition = order.partition
         self.pipeline = pipeline or Pipeline()
         self.epochs = epochs
         self._options = options
+        self._decodes_crops = bool(options.random_crop and split.pack.fit)
         self.shards = range(shards[0], shards[-1] + 1)
         self._prefetch: Prefetcher[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
@@ -281,7 +281,7 @@ class Loader:
         reach = self.order.reach(self.shards)
         self.split.hold(reach)
         size = len(reach) * self.split.pack.sample_bytes
-        if self._options.random_crop or size > self._options.read_buffer:
+        if self._decodes_crops or size > self._options.read_buffer:
             return None
         return self._load(np.arange(reach.start, reach.stop))
 
@@ -293,20 +293,32 @@ class Loader:
         Targets that are not kept are None. The images are read into `out` (n, H, W, C). `place`:
         epoch, shard, and the position of the first one in the shard's epoch.
         """
-        order = self.order
         least_share = self._options.random_crop
-        if self._kept is None and not least_share and isinstance(order, BlockOrder):
+        if not least_share:
+            return self._read_whole(place, out)
+        from hpctrain.data.images import draw_crops  # imports Pillow
+
+        crops = draw_crops(least_share, len(out), random_key(key, "crop"))
+        if self._decodes_crops:
+            indices = self.order.samples(*place, len(out))
+            self.split.gather(indices, out, crops, bad=self._bad)
+            return indices, None
+        read = self._read_whole(place, out)
+        self.split.crop(out, crops)
+        return read
+
+    def _read_whole(
+        self, place: tuple[int, int, int], out: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Implement `_read` without random crops."""
+        order = self.order
+        if self._kept is None and isinstance(order, BlockOrder):
             return self._read_windows(order, place, out)
         indices = order.samples(*place, len(out))
         if self._kept is not None:
             places = indices - order.reach(self.shards).start
             return indices, self._take(self._kept, places, out)
-        crops = None
-        if least_share:
-            from hpctrain.data.images import draw_crops
-
-            crops = draw_crops(least_share, len(out), random_key(key, "crop"))
-        self.split.gather(indices, out, crops, bad=self._bad)
+        self.split.gather(indices, out, bad=self._bad)
         return indices, None
 
     def _take(self, kept: Kept, places: np.ndarray, out: np.ndarray) -> np.ndarray:

@@ -10,11 +10,12 @@
 A batch has one key, from which each stage derives its own: what one draws does not change what
 another draws. Flips left to right and shifts have the key "augment"; from it, upside-down flips
 derive the key "flip vertical", and turns by right angles "rotate90". They are applied in the order
-flip, upside-down flip, turn, shift. Random crops, which are drawn where JPEG files are decoded,
-have the key "crop".
+flip, upside-down flip, turn, shift. Random crops, which are made where images are read or JPEG
+files decoded, have the key "crop".
 
 Where no stage stands between them, scaling and normalization are one multiplication and one
-addition. Mean and std of an image are those of its stored values, before flips, turns and shifts.
+addition. Mean and std of an image are those of its stored values, or of its crop, before flips,
+turns and shifts.
 
 Values that are no data are 0 after normalization. A transform is given the channel's mean in their
 place (0 without normalization), so that it may move them, and shifts uncover such values.

@@ -173,7 +173,8 @@ def round_to(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype.kind == "f":
         return values.astype(dtype)
     limits = np.iinfo(dtype)
-    return np.rint(values).clip(limits.min, limits.max).astype(dtype)
+    highest = np.nextafter(float(limits.max) + 1, 0)  # float64 has not the largest int64
+    return np.rint(values).clip(limits.min, highest).astype(dtype)
 
 
 def resize(values: np.ndarray, size: tuple[int, int], crop: bool) -> np.ndarray:

@@ -77,9 +77,9 @@ class Split:
         verify: bool = True,
         check_values: bool = True,
     ) -> None:
-        """Open a split. JPEG files are decoded by `threads` threads, by default one per usable
-        core, at most 8; without `verify`, checksums are not compared, and without `check_values`,
-        images may have values that are not finite, or no data.
+        """Open a split. JPEG files are decoded, and pixels cropped, by `threads` threads, by
+        default one per usable core, at most 8; without `verify`, checksums are not compared, and
+        without `check_values`, images may have values that are not finite, or no data.
 
         Raises UsageError if a file is missing or not the one that was checked.
         """
@@ -98,6 +98,7 @@ class Split:
         self.threads = threads
         self._checks_values = check_values
         self._threads: ThreadPoolExecutor | None = None  # decode JPEG files
+        self._croppers: ThreadPoolExecutor | None = None  # crop stored pixels
         self._held = HeldNumbers(range(0), {})  # replaced as a whole: other threads read it
         self._is_read_ahead = False  # whether `gather` asks the kernel for images before it reads
         self._seen = np.zeros(len(self), bool)  # read, and nothing was wrong
@@ -162,6 +163,15 @@ class Split:
             unusable = self._gather_rows(indices, out)
         self._report(unusable, bad)
         return out
+
+    def crop(self, images: np.ndarray, crops: Sequence[Crop]) -> None:
+        """Replace images of stored pixels (n, H, W, C) by crops (n) of them, in their size."""
+        from hpctrain.data.crops import crop_images  # imports Pillow
+        from hpctrain.data.images import decode_threads
+
+        if self._croppers is None:
+            self._croppers = decode_threads(self.threads)
+        crop_images(images, crops, self.nodata, self._croppers)
 
     def _gather_files(
         self,
@@ -342,6 +352,8 @@ class Split:
         """Close the files and end the threads."""
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
+        if self._croppers:
+            self._croppers.shutdown(cancel_futures=True)
         if self._targets:
             self._targets.close()
         self._images.close()

@@ -177,8 +177,6 @@ def check_data(config: Config, pack: Pack) -> None:
             f"--rotate90 turns square images, and those of {pack.path} have {width}x{height}"
             " pixels: leave it out"
         )
-    if config.random_crop and not pack.fit:
-        raise UsageError(f"--random-crop: {pack.path} holds pixels; pack with --encoding jpeg")
     task_class(config.task).check_data(pack)
     if config.balanced_sampling and pack.targets.kind != "class":
         raise UsageError(

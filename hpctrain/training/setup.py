@@ -130,7 +130,7 @@ def collect_facts(
         threads=data.threads,
         rows=len(train),
         image_shape=pack.image_shape,
-        row_bytes=train.stored_bytes if config.random_crop else pack.planned_bytes,
+        row_bytes=train.stored_bytes if config.random_crop and pack.fit else pack.planned_bytes,
         targets=pack.targets.summary,
         pack_uuid=pack.uuid,
         min_samples=probe.min_samples,

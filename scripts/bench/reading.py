@@ -169,6 +169,12 @@ READERS: dict[str, Reader] = {
     "pack, kept, --flip --shift 4": lambda path: loaded(
         read_pack(path), "partition", True, Pipeline(augmentation=Augmentation(True, 4))
     ),
+    "pack, kept, all flips, turns, --shift 4": lambda path: loaded(
+        read_pack(path), "partition", True, Pipeline(augmentation=Augmentation(True, 4, True, True))
+    ),
+    "pack, kept, --random-crop 0.08": lambda path: loaded(
+        read_pack(path), "partition", True, random_crop=0.08
+    ),
     LOADER: partial(by_torch, workers=0),
     LOADER_2: partial(by_torch, workers=2),
     "pack of JPEG files": jpeg,

@@ -333,7 +333,6 @@ TRAINING = """
 --data good.h5 --shift -1 | --shift -1
 --data wide.h5 --rotate90 | --rotate90 wide.h5 square 9x8
 --data good.h5 --normalize imagenet | --normalize 3 1 --channels
---data good.h5 --random-crop 0.5 | --random-crop jpeg
 --data good.h5 --balanced-sampling --shuffle blocks | --balanced-sampling --shuffle
 --data good.h5 --final best | --final validation
 --data good.h5 --patience 3 | --patience validation

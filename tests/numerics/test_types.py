@@ -18,7 +18,8 @@ PACKS = {
     "nodata": ("float32", 5, 13.0, {"nodata": -40 * 13}, {"normalize": "pack"}),
     "images by themselves": ("int16", 3, 13.0, {"nodata": -40 * 13}, {"normalize": "image"}),
 }
-MOVES = {"flip": True, "flip_vertical": True, "rotate90": True, "shift": 2}
+AUGMENTED = {"flip": True, "flip_vertical": True, "rotate90": True, "shift": 2}
+AUGMENTED |= {"random_crop": 0.3}
 
 
 def write_tiles(folder):
@@ -54,7 +55,7 @@ def write(folder, case):
         splits[name] = ((stored.astype("f8") - below) * factor).astype(dtype), labels
     names = [f"class{k}" for k in range(10)]
     hp.write_pack(settings["data"], splits, names, layout="NHWC", overwrite=True, **how)
-    return settings | MOVES | more
+    return settings | AUGMENTED | more
 
 
 @pytest.fixture
