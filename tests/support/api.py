@@ -230,6 +230,7 @@ def tallied(comm, tally, rows, measured):
 # Parts of other libraries, and functions of the user's own
 from hpctrain.config import parts
 from hpctrain.config.functions import own_functions, require_trust
-from hpctrain.config.parts import build_part, find_part
+from hpctrain.config.parts import build_part, find_part, load_class
 
-__all__ += ["build_part", "find_part", "own_functions", "parts", "require_trust"]
+__all__ += ["build_part", "find_part", "load_class", "own_functions", "parts"]
+__all__ += ["require_trust"]
