@@ -100,6 +100,8 @@ def test_the_page_of_settings_is_that_of_their_classes():
     made = run([sys.executable, "docs/settings.py"], cwd=ROOT)
     again = "python docs/settings.py > docs/settings.md"
     assert (ROOT / "docs/settings.md").read_text() == made.stdout, again
+    made = run([sys.executable, "docs/parts.py", "--print"], cwd=ROOT)
+    assert (ROOT / "docs/parts.md").read_text() == made.stdout, "python docs/parts.py"
 
 
 def targets(page):

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import site
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
@@ -84,6 +83,8 @@ def installed_only() -> Iterator[None]:
 
 def _is_of_installed(entry: str) -> bool:
     """Whether an entry of ``sys.path`` is a folder of installed packages, or of Python itself."""
+    import sysconfig  # only if a part is named
+
     path = Path(entry)
     library = Path(sysconfig.get_path("stdlib"))
     if path.name in NAMES_OF_FOLDERS and path.is_absolute():

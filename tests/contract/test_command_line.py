@@ -149,15 +149,16 @@ def test_a_line_is_there_before_anything_slow_is_imported(place, tmp_path):
 
 def test_training_imports_neither_a_compiler_nor_what_draws(place):
     """torch's compiler takes longer than torch itself; Pillow and rich are for packs of JPEG files
-    and for terminals.
+    and for terminals. Libraries of parts, and the table of parts, are for runs that name one.
     """
     code = "import runpy, sys; sys.argv[1:] = sys.argv[2:]\n"
     code += "try: runpy.run_module('hpctrain', run_name='__main__')\n"
-    code += "finally: print({'torch._dynamo', 'torch._inductor', 'sympy', 'PIL', 'rich'}"
-    code += " & set(sys.modules))"
+    code += "finally:\n from hpctrain.config.parts import EXTRAS, read_table\n"
+    code += " heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'PIL', 'rich', *EXTRAS}\n"
+    code += " print(heavy & set(sys.modules), read_table.cache_info().misses)"
     words = ["--optimizer", "adamw", "--clip-norm", "1", "--run", "light"]
     done = run([sys.executable, "-c", code, "-", *SHORT, *words], cwd=place)
-    assert re.search(r"^set\(\)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert re.search(r"^set\(\) 0$", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
 def test_pack_imports_no_reader_that_it_does_not_need(tmp_path):

@@ -22,7 +22,7 @@ from tests.support.launch import run
 from tests.support.ranks import alone
 
 FILE = Path(__file__).with_name("surface.json")
-HEAVY = ("torch", "mpi4py", "h5py", "numpy", "PIL", "cupy", "matplotlib", "rich")
+HEAVY = ("torch", "mpi4py", "h5py", "numpy", "PIL", "cupy", "matplotlib", "rich", "sysconfig")
 SHOW_HELP = f"""
 import contextlib, io, json, runpy, sys
 

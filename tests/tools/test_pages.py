@@ -42,6 +42,7 @@ NOT_RUN = {
     r"--config scripts/recipes": "trains a ResNet-50",
     r"--device cuda|--cuda-graphs|--reduce|--precision": "needs a GPU",
     r"--worker-load": "needs a number of ranks",
+    r"--run parts": "not all of its parts can be computed yet",
     r"hpctrain watch .*--web": "ends with Ctrl-C only",
     r"hpctrain stop": "needs a run in progress",
     r"hpctrain (sweep|.*--best)": "trains many networks: test_sweep_whole.py",
@@ -49,6 +50,7 @@ NOT_RUN = {
 SMALLER = {
     r"--size \d+x\d+": "--size 40x40",
     r"--epochs \d+": "--epochs 1",
+    r"timm:convnext_atto\(\S+\)": "timm:test_resnet(drop_rate=0.1)",
     r"--model (resnet\d+|timm:\w+)": "--model page_net:resnet",
     r"--data (digits|flowers)(?= |$)": r"--data \1.h5",
     r"--stage \S+": "--stage staged",
