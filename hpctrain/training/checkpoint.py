@@ -94,7 +94,8 @@ class Writer:
         if self._run is None or self._last == state:
             return
         for name, tensor in tensors.items():
-            if name not in self._host:
+            host = self._host.get(name)
+            if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
                 self._host[name] = empty_on_host(tensor.shape, tensor.dtype, tensor.device)
             self._host[name].copy_(tensor.detach())
         copies = {name: self._host[name] for name in tensors}

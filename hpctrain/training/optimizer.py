@@ -4,17 +4,17 @@ A pattern of --freeze, --lr-factors or --no-decay is a shell pattern (fnmatch) o
 network's state dict, such as "layer1.0.conv1.weight"; the name of a module stands for everything in
 it.
 
-The optimizers are torch's fused ones: one kernel for the whole vector, and an update that can be
-skipped on the device. If ``optimizer.found_inf``, a zero-dimensional float32 tensor, is 1, ``step``
-leaves weights, momenta and step counters unchanged, without synchronizing with the host. Only the
-value 1 skips the update.
+The optimizers of this module are torch's fused ones (others: library_optimizer.py): one kernel for
+the whole vector, and an update that can be skipped on the device. If ``optimizer.found_inf``, a
+zero-dimensional float32 tensor, is 1, ``step`` leaves weights, momenta and step counters unchanged,
+without synchronizing with the host. Only the value 1 skips the update.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,14 +23,47 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hpctrain.config import DEFAULT_LEARNING_RATES, Config, Patterns
+from hpctrain.config import Config, Patterns
 from hpctrain.errors import UsageError
 from hpctrain.parallel.message import Group
-from hpctrain.parallel.mpi import agreed
 from hpctrain.plan import Plan
 from hpctrain.text import listed
 
+FUSED: dict[str, type[Any]] = {"sgdm": SGD, "adam": Adam, "adamw": AdamW}
 NORMS = _NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
+
+
+class FusedUpdate:
+    """The update of the weights by a fused optimizer, which sees those of a group as one vector."""
+
+    def __init__(
+        self, name: str, lr: float, config: Config, groups: Sequence[tuple[nn.Parameter, Group]]
+    ) -> None:
+        self.optimizer = make_optimizer(name, lr, config, groups)
+        self._groups = groups
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
+
+    def __call__(self, skipped: Tensor) -> None:
+        """Update the weights; nothing changes if `skipped` (), on the device, is 1."""
+        gate_update(self.optimizer, skipped)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by name, without copying."""
+        tensors = {}
+        for number, (weights, _) in enumerate(self._groups):
+            group = f"{number}." if len(self._groups) > 1 else ""
+            for name, value in sorted(self.optimizer.state[weights].items()):
+                tensors[f"optimizer.{group}{name}"] = value
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor]) -> Collection[str]:
+        """Return the names of the tensors that are restored: none, all can be copied in place."""
+        return ()
 
 
 def make_optimizer(
@@ -46,9 +79,7 @@ def make_optimizer(
         {"params": [weights], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay}
         for weights, group in groups
     ]
-    if name not in DEFAULT_LEARNING_RATES:
-        raise agreed(UsageError(f"--optimizer {name}: only sgdm, adam and adamw can be given yet"))
-    base: type[Any] = {"sgdm": SGD, "adam": Adam, "adamw": AdamW}[name]
+    base = FUSED[name]
     momentum = {"momentum": config.momentum} if name == "sgdm" else {}
     # Without torch's decorators: they import the compiler on each rank even if nothing is compiled,
     # which takes longer than importing torch itself.

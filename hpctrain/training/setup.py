@@ -26,7 +26,10 @@ from hpctrain.training.data import (
     open_data,
     open_order,
 )
+from hpctrain.training.library_optimizer import LibraryUpdate, describe_defaults
 from hpctrain.training.network import Network, check_best_by, check_own_augment, make_network
+from hpctrain.training.optimizer import FusedUpdate
+from hpctrain.training.optimizer_check import check_optimizer
 from hpctrain.training.probe import check_sizes, probe_model
 from hpctrain.training.resume import PreviousLaunch
 from hpctrain.training.state import Run
@@ -105,6 +108,7 @@ def make_step(comm: Comm, data: TrainingData, network: Network, begun: Plan | No
     balance = balance_note(order, mine, data.pack.classes, comm)
     check_own_augment(network, train, comm)
     check_best_by(network, data.train, comm)
+    described = on_root(comm, check_update, trainer.update, plan)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
     loader = Loader(train, order, mine, network.pipeline, plan.epochs, options)
     return Step(
@@ -114,8 +118,16 @@ def make_step(comm: Comm, data: TrainingData, network: Network, begun: Plan | No
         trainer=trainer,
         train=train,
         loader=loader,
-        notes=[transport.note, memory, balance, images_note(data.pack) or ""],
+        notes=[transport.note, memory, balance, images_note(data.pack) or "", described],
     )
+
+
+def check_update(update: FusedUpdate | LibraryUpdate, plan: Plan) -> str:
+    """Test an optimizer that is not fused (rank 0), and return a note on its arguments, or ""."""
+    if isinstance(update, FusedUpdate):
+        return ""
+    check_optimizer(update.make, update.members, plan.learning_rate)
+    return f"{plan.optimizer}: {describe_defaults(update.optimizer)}"
 
 
 def collect_facts(

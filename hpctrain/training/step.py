@@ -35,12 +35,8 @@ from hpctrain.tasks.task import Task
 from hpctrain.training.average import Average
 from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.compute import make_backward
-from hpctrain.training.optimizer import (
-    clip_gradient,
-    gate_update,
-    make_optimizer,
-    parameter_groups,
-)
+from hpctrain.training.library_optimizer import LibraryUpdate
+from hpctrain.training.optimizer import FUSED, FusedUpdate, clip_gradient, parameter_groups
 from hpctrain.watchdog import waiting
 
 
@@ -78,8 +74,11 @@ class Trainer:
         fixed = (pair for pair in model.named_parameters() if not pair[1].requires_grad)
         for name, tensor in (*model.named_buffers(), *fixed):
             alike[f"the model's {name}"] = int(tensor_checksum(tensor))
-        if config.deterministic:
+        is_fused = plan.optimizer in FUSED
+        if config.deterministic or not is_fused:
             alike["the kind of hardware"] = hardware_key(message.device)
+        if not is_fused:  # sums over a parameter are rounded by them
+            alike["--threads"] = torch.get_num_threads()
         check_equal_on_all(comm, alike)
         with on_all(comm):
             self.backward = make_backward(model, task, message, config.compile, config.cuda_graphs)
@@ -89,7 +88,12 @@ class Trainer:
             self.reduce = choose_reduce(
                 comm, message, in_order, config.comm_dtype, transport, config.overlap
             )
-        self.optimizer = make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups)
+        self.update: FusedUpdate | LibraryUpdate  # of the weights
+        if is_fused:
+            self.update = FusedUpdate(plan.optimizer, plan.learning_rate, config, message.groups)
+        else:
+            with on_all(comm):
+                self.update = LibraryUpdate(plan.optimizer, plan.learning_rate, message)
         self.clip_norm = config.clip_norm
         #: Number of steps that are started before the totals of one are read.
         self.in_flight = IN_FLIGHT[message.device.type]
@@ -122,8 +126,7 @@ class Trainer:
         norms = self.norms
         clock = self.clock
         if rate is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group["lr_scale"]
+            self.update.set_rate(rate)
         clock.begin()
         divisor = total * self.task.entries
         message.zero()
@@ -153,8 +156,7 @@ class Trainer:
         norms.merge(message.moments, total, finite)
         if self.clip_norm is not None:
             clip_gradient(message.gradients, self.clip_norm)
-        gate_update(self.optimizer, skipped)
-        self.optimizer.step()
+        self.update(skipped)
         reported = message.report()
         if self.average:
             self.average.update(skipped)
@@ -167,10 +169,7 @@ class Trainer:
         "model.", buffers other than running statistics, and frozen parameters.
         """
         tensors = {"weights": self.message.weights.data}
-        for number, (weights, _) in enumerate(self.message.groups):
-            group = f"{number}." if len(self.message.groups) > 1 else ""
-            for name, value in sorted(self.optimizer.state[weights].items()):
-                tensors[f"optimizer.{group}{name}"] = value
+        tensors |= self.update.state()
         for name in ("running", "shift", "updates"):
             tensors[f"norms.{name}"] = getattr(self.norms, name)
         if self.average:
@@ -186,12 +185,15 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of `state` into those of the run, in place.
+        """Copy the tensors of `state` into those of the run, in place where there are such.
 
         Raises ValueError if one is missing, unknown, or of another shape or type.
         """
-        state = self.state()
+        restored = self.update.load(tensors)
+        state = {name: held for name, held in self.state().items() if name not in restored}
         for name, tensor in tensors.items():
+            if name in restored:
+                continue
             mine = state.pop(name, None)
             if mine is None or (mine.shape, mine.dtype) != (tensor.shape, tensor.dtype):
                 has = f"{tuple(tensor.shape)} of {tensor.dtype}"

@@ -1,0 +1,223 @@
+"""A test of an optimizer before the first step: does it give the same after save and restore?
+
+An optimizer makes `STEPS` steps with drawn gradients on copies of a few parameters. Another makes
+the first `SAVED` of them; a third one takes over its weights and its state, as from a checkpoint,
+and makes the others. Each must have the same bits. So an optimizer is refused whose update depends
+on what is not in its state, such as a counter of its own or random numbers.
+
+Two more make a few steps, one with another learning rate, one with another weight decay, where
+there is any: they must have other weights than the first, or a setting would have no effect.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.numerics import fork_rng
+from hpctrain.text import listed
+from hpctrain.training.checksum import tensor_checksum
+from hpctrain.training.library_optimizer import Maker, Member, guarded_step, names_of
+from hpctrain.training.optimizer_state import collect_state, restore_state
+
+STEPS = 24
+SAVED = 7  # steps before the state is saved; odd: what happens every second step is seen
+FEW = 3  # steps with another setting
+SIZE = 0.01  # standard deviation of the drawn gradients
+
+
+class Trial:
+    """An optimizer on copies of parameters."""
+
+    def __init__(self, make: Maker, originals: Sequence[Member], rate: float) -> None:
+        self.make = make
+        self.rate = rate
+        self.members = []
+        for name, group, original in originals:
+            parameter = nn.Parameter(original.detach().clone())
+            parameter.grad = torch.zeros_like(parameter)
+            self.members.append(Member(name, group, parameter))
+        self.optimizer = make(self.members, rate)
+        self.names = names_of(self.members)
+        self._step = guarded_step(make.flag, self.optimizer)
+
+    def run(self, steps: Iterable[int], rate: float = 1.0, decay: float = 1.0) -> None:
+        """Make steps with gradients that depend on their number, and a factor of the rate."""
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = group["weight_decay"] * decay
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for _, _, parameter in self.members:
+                drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
+                assert parameter.grad is not None
+                parameter.grad.copy_(drawn.normal_(std=SIZE, generator=generator))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate * group["lr_scale"] * rate * (1 - step / (2 * STEPS))
+            self._call()
+
+    def _call(self) -> None:
+        """Make a step. Raises UsageError if parameters are no longer where they were."""
+        before = [(p.data_ptr(), p.grad) for _, _, p in self.members]
+        self._step()
+        for (name, _, parameter), (place, gradient) in zip(self.members, before, strict=True):
+            if parameter.data_ptr() != place or parameter.grad is not gradient:
+                raise UsageError(
+                    f"{self.make.flag}: its step replaces the tensor of {name} or its gradient:"
+                    " update parameters in place"
+                )
+
+    def weights(self) -> dict[str, int]:
+        """Return the checksum of each parameter by name."""
+        return {name: int(tensor_checksum(parameter)) for name, _, parameter in self.members}
+
+    def checksums(self) -> dict[str, int]:
+        """Return the checksums of parameters and state by name."""
+        state = self.state()
+        return self.weights() | {name: int(tensor_checksum(t)) for name, t in state.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state. Raises UsageError if it cannot be saved."""
+        try:
+            state = collect_state(self.optimizer, self.names)
+        except UsageError as error:
+            raise UsageError(f"{self.make.flag}: {error}") from None
+        storages = {
+            tensor.untyped_storage().data_ptr(): name
+            for name, _, parameter in self.members
+            for tensor in (parameter, parameter.grad)
+            if tensor is not None and tensor.numel()
+        }
+        for name, tensor in state.items():
+            held = storages.get(tensor.untyped_storage().data_ptr())
+            if held and tensor.numel():
+                raise UsageError(
+                    f"{self.make.flag}: its state {name} is {held} itself, or its gradient, and no"
+                    " copy"
+                )
+        return state
+
+    def resumed(self) -> Trial:
+        """Return a new one with these weights and this state, as a checkpoint would hold it."""
+        files = {
+            name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in self.state().items()
+        }
+        other = Trial(self.make, self.members, self.rate)
+        try:
+            restore_state(other.optimizer, other.names, files)
+        except ValueError as error:
+            raise UsageError(f"{self.make.flag} cannot be resumed: {error}") from error
+        return other
+
+
+def check_optimizer(make: Maker, members: Sequence[Member], rate: float) -> None:
+    """Test that an optimizer of these parameters can be resumed, and has the settings' effects.
+
+    Weights and random generators stay as they are. Raises UsageError.
+    """
+    chosen = choose_members(members)
+    device = members[0].parameter.device
+    with unchanged_generators(make.flag, device):
+        whole = Trial(make, chosen, rate)
+        if whole.weights() != {name: int(tensor_checksum(p)) for name, _, p in chosen}:
+            raise UsageError(f"{make.flag}: changes weights before its first step")
+        whole.run(range(FEW))
+        first = whole.weights()
+        whole.run(range(FEW, SAVED))
+        second = Trial(make, chosen, rate)
+        second.run(range(SAVED))
+        compare(make.flag, "in a second run from the same weights", whole, second)
+        resumed = second.resumed()
+        whole.run(range(SAVED, STEPS))
+        resumed.run(range(SAVED, STEPS))
+        compare(make.flag, "if it is saved and restored", whole, resumed)
+        check_effects(make, chosen, rate, first)
+
+
+def check_effects(
+    make: Maker, chosen: Sequence[Member], rate: float, expected: dict[str, int]
+) -> None:
+    """Test that other learning rates and weight decays of groups give other weights."""
+    trial = Trial(make, chosen, rate)
+    trial.run(range(1))
+    trial.run(range(1, FEW), rate=0.5)
+    if trial.weights() == expected:
+        raise UsageError(
+            f"{make.flag}: does not use the learning rate of its groups of parameters in each step,"
+            " which --lr and --schedule give"
+        )
+    if any(group.weight_decay for group in make.groups):
+        trial = Trial(make, chosen, rate)
+        trial.run(range(FEW), decay=2.0)
+        if trial.weights() == expected:
+            raise UsageError(f"{make.flag}: has no weight decay: leave out --weight-decay")
+
+
+def compare(flag: str, when: str, first: Trial, second: Trial) -> None:
+    """Raise UsageError unless two trials hold the same weights and state."""
+    one = first.checksums()
+    other = second.checksums()
+    names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    if names:
+        raise UsageError(
+            f"{flag}: gives other bits {when}, in {listed(names, 3)}: an update must depend on"
+            " weights, gradients and the state that state_dict() returns alone"
+        )
+
+
+def choose_members(members: Sequence[Member]) -> list[Member]:
+    """Return the smallest parameter of each kind, by which rules may treat them differently."""
+    smallest: dict[tuple[object, ...], str] = {}
+    for member in sorted(members, key=lambda member: member.parameter.numel()):
+        parameter = member.parameter
+        rows = parameter.shape[0] if parameter.ndim else 1
+        is_tall = rows**2 > parameter.numel()
+        kind = (member.group, parameter.ndim, parameter.is_contiguous(), is_tall)
+        smallest.setdefault(kind, member.name)
+    return [member for member in members if member.name in smallest.values()]
+
+
+@contextmanager
+def unchanged_generators(flag: str, device: torch.device) -> Iterator[None]:
+    """Restore the random generators after the block. Raises UsageError if it has drawn from one."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    failure = None
+    with fork_rng(device):
+        before = generator_states(device)
+        try:
+            yield
+        except UsageError as error:  # may follow from random numbers
+            failure = error
+        finally:
+            after = generator_states(device)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+    drawn = [name for name, state in before.items() if after[name] != state]
+    if drawn:
+        raise UsageError(
+            f"{flag}: draws random numbers from the generator of {listed(drawn)}, whose state ranks"
+            " do not share and no checkpoint holds"
+        ) from failure
+    if failure is not None:
+        raise failure
+
+
+def generator_states(device: torch.device) -> dict[str, bytes]:
+    """Return the states of the random generators of the process by the name of their library."""
+    numpy_state = [np.asarray(part).tolist() for part in np.random.get_state()]
+    states = {
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        "Python (random)": repr(random.getstate()).encode(),
+        "NumPy": repr(numpy_state).encode(),
+    }
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+        states["torch on the GPU"] = generator.get_state().numpy().tobytes()
+    return states
