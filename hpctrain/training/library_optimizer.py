@@ -34,11 +34,11 @@ UNSHOWN |= {"differentiable", "fused"}
 class LibraryUpdate:
     """The update of the weights by an optimizer that sees each parameter."""
 
-    def __init__(self, text: str, rate: float, message: Message) -> None:
-        """Make the optimizer that --optimizer names by `text`. Raises UsageError."""
-        self.make = open_maker(text, [group for group, _ in message.layout.groups])
+    def __init__(self, make: Maker, rate: float, message: Message) -> None:
+        """Make the optimizer with a learning rate. Raises UsageError."""
+        self.make = make
         self.members = view_members(message)
-        self.optimizer = self.make(self.members, rate)
+        self.optimizer = make(self.members, rate)
         self._names = names_of(self.members)
         self._step = guarded_step(self.make.flag, self.optimizer)
 
@@ -79,7 +79,7 @@ class Maker(NamedTuple):
 
     flag: str  # with which errors begin: "--optimizer timm:lamb"
     make: Callable[..., Any]  # of groups of parameters, and `lr`
-    groups: Sequence[Group]
+    groups: Sequence[Group]  # of the message
 
     def __call__(self, members: Sequence[Member], rate: float) -> Optimizer:
         """Return an optimizer with a learning rate for parameters of some of the groups.
@@ -136,16 +136,21 @@ def find_unsuitable(optimizer: Optimizer) -> str:
     return ""
 
 
-def open_maker(text: str, groups: Sequence[Group]) -> Maker:
+def find_maker(text: str, message: Message) -> Maker:
     """Import the optimizer that --optimizer names, of a library or the user's own.
 
     Raises UsageError if it is not there, or cannot be called so.
     """
-    if not is_part("optimizer", text):
-        function = import_function(text, "--optimizer")
-        function.check_arguments("function(params, lr)", [], lr=0.1)
-        return Maker(function.setting, function.__call__, groups)
-    part = find_part("optimizer", text)
+    groups = [group for group, _ in message.layout.groups]
+    if is_part("optimizer", text):
+        return maker_of_part(find_part("optimizer", text), groups)
+    function = import_function(text, "--optimizer")
+    function.check_arguments("function(params, lr)", [], lr=0.1)
+    return Maker(function.setting, function.__call__, groups)
+
+
+def maker_of_part(part: Part, groups: Sequence[Group]) -> Maker:
+    """Return how an optimizer of a library is made. Raises UsageError."""
     part = with_usual_momentum(part)
     filled = {}
     if "weight_decay" in inspect.signature(load_class(part)).parameters:

@@ -35,7 +35,7 @@ from hpctrain.tasks.task import Task
 from hpctrain.training.average import Average
 from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.compute import make_backward
-from hpctrain.training.library_optimizer import LibraryUpdate
+from hpctrain.training.library_optimizer import LibraryUpdate, find_maker
 from hpctrain.training.optimizer import FUSED, FusedUpdate, clip_gradient, parameter_groups
 from hpctrain.watchdog import waiting
 
@@ -93,7 +93,8 @@ class Trainer:
             self.update = FusedUpdate(plan.optimizer, plan.learning_rate, config, message.groups)
         else:
             with on_all(comm):
-                self.update = LibraryUpdate(plan.optimizer, plan.learning_rate, message)
+                make = find_maker(plan.optimizer, message)
+                self.update = LibraryUpdate(make, plan.learning_rate, message)
         self.clip_norm = config.clip_norm
         #: Number of steps that are started before the totals of one are read.
         self.in_flight = IN_FLIGHT[message.device.type]

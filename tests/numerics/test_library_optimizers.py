@@ -12,7 +12,7 @@ from torch import nn
 from hpctrain.errors import OwnCodeError, UsageError
 from hpctrain.models import as_bytes
 from hpctrain.parallel.message import Group, Message
-from hpctrain.training.library_optimizer import LibraryUpdate
+from hpctrain.training.library_optimizer import LibraryUpdate, find_maker
 from hpctrain.training.optimizer_check import check_optimizer
 from tests.support import own_optimizers
 
@@ -49,7 +49,7 @@ def make_update(text, dtype=torch.float32, weight_decay=0.01):
         for name, p in model.named_parameters()
     }
     message = Message(model, 16, 0, 1, groups)
-    return LibraryUpdate(text, RATE, message), message
+    return LibraryUpdate(find_maker(text, message), RATE, message), message
 
 
 def run(update, message, steps):
