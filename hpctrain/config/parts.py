@@ -79,6 +79,8 @@ REFUSED_ARGUMENTS = {
     "sync_*": RANKS,
     "fused": UPDATE,
     "capturable": UPDATE,
+    "foreach": UPDATE,
+    "differentiable": UPDATE,
 }
 #: Those of networks alone: of a metric, `weights` may be the weighting of its entries.
 REFUSED_OF_NETWORKS = {"weights": REFUSED_ARGUMENTS["pretrained*"]}

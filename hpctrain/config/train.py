@@ -327,7 +327,11 @@ class Config(OnRanks):
                 f"--targets names values, and --task {self.task} learns none: give --task"
                 f" {task_that_learns('values')}, or for classes {task_that_learns('classes')}"
             )
-        _, lr = optimizer_and_rate(self.optimizer, self.lr, self.task)
+        name, lr = optimizer_and_rate(self.optimizer, self.lr, self.task)
+        if name not in DEFAULT_LEARNING_RATES and self.momentum != Config.momentum:
+            raise UsageError(
+                f"--momentum is for sgdm: give it to {name} as an argument, if it has one"
+            )
         if self.scale_lr == "none" and self.min_lr > lr:
             raise UsageError(
                 f"--min-lr {self.min_lr} is above --lr {lr}, where the schedule begins"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from hpctrain.config.functions import Imported, import_function
 from hpctrain.config.parts import Part, build_part, find_part, is_part, load_class
 from hpctrain.errors import UsageError
 from hpctrain.parallel.message import Group, Message
+from hpctrain.training.optimizer import FUSED
 from hpctrain.training.optimizer_state import PREFIX, collect_state, restore_state
 
 TIMM_MOMENTUM = 0.9  # of timm's create_optimizer_v2, for optimizers that have one
@@ -70,7 +72,7 @@ class Member(NamedTuple):
     """A parameter as an optimizer sees it."""
 
     name: str
-    group: int
+    group: Group
     parameter: nn.Parameter  # with its gradient
 
 
@@ -79,19 +81,17 @@ class Maker(NamedTuple):
 
     flag: str  # with which errors begin: "--optimizer timm:lamb"
     make: Callable[..., Any]  # of groups of parameters, and `lr`
-    groups: Sequence[Group]  # of the message
 
     def __call__(self, members: Sequence[Member], rate: float) -> Optimizer:
-        """Return an optimizer with a learning rate for parameters of some of the groups.
+        """Return an optimizer with a learning rate. Members of a group are next to each other.
 
         Raises UsageError if it is none, or needs what a step does not give.
         """
         param_groups = []
-        for number, group in enumerate(self.groups):
-            parameters = [member.parameter for member in members if member.group == number]
-            if parameters:
-                entries = {"params": parameters, "lr": rate * group.lr_scale, **group._asdict()}
-                param_groups.append(entries)
+        for group, some in groupby(members, key=lambda member: member.group):
+            parameters = [member.parameter for member in some]
+            entries = {"params": parameters, "lr": rate * group.lr_scale, **group._asdict()}
+            param_groups.append(entries)
         expected = [(group["lr_scale"], [*group["params"]]) for group in param_groups]
         optimizer = self.make(param_groups, lr=rate)
         if not isinstance(optimizer, Optimizer):
@@ -136,20 +136,21 @@ def find_unsuitable(optimizer: Optimizer) -> str:
     return ""
 
 
-def find_maker(text: str, message: Message) -> Maker:
-    """Import the optimizer that --optimizer names, of a library or the user's own.
+def import_optimizer(text: str | None) -> Maker | None:
+    """Import the optimizer that --optimizer names, of a library or the user's own; None for others.
 
     Raises UsageError if it is not there, or cannot be called so.
     """
-    groups = [group for group, _ in message.layout.groups]
+    if text is None or text in FUSED:
+        return None
     if is_part("optimizer", text):
-        return maker_of_part(find_part("optimizer", text), groups)
+        return maker_of_part(find_part("optimizer", text))
     function = import_function(text, "--optimizer")
     function.check_arguments("function(params, lr)", [], lr=0.1)
-    return Maker(function.setting, function.__call__, groups)
+    return Maker(function.setting, function.__call__)
 
 
-def maker_of_part(part: Part, groups: Sequence[Group]) -> Maker:
+def maker_of_part(part: Part) -> Maker:
     """Return how an optimizer of a library is made. Raises UsageError."""
     part = with_usual_momentum(part)
     filled = {}
@@ -159,7 +160,7 @@ def maker_of_part(part: Part, groups: Sequence[Group]) -> Maker:
     def make(param_groups: Sequence[dict[str, Any]], lr: float) -> Any:
         return build_part(part, params=param_groups, lr=lr, **filled)
 
-    return Maker(part.flag, make, groups)
+    return Maker(part.flag, make)
 
 
 def with_usual_momentum(part: Part) -> Part:
@@ -180,12 +181,12 @@ def with_usual_momentum(part: Part) -> Part:
 def view_members(message: Message) -> list[Member]:
     """Return the parameters of a message as views of its weights and gradients."""
     members = []
-    for segment in message.layout.segments:
-        spans = enumerate(span for _, span in message.layout.groups)
-        group = next(n for n, span in spans if span.start <= segment.offset < span.stop)
-        parameter = nn.Parameter(segment.of(message.weights.data))
-        parameter.grad = segment.of(message.gradients)
-        members.append(Member(segment.name, group, parameter))
+    for group, span in message.layout.groups:
+        for segment in message.layout.segments:
+            if span.start <= segment.offset < span.stop:
+                parameter = nn.Parameter(segment.of(message.weights.data))
+                parameter.grad = segment.of(message.gradients)
+                members.append(Member(segment.name, group, parameter))
     return members
 
 

@@ -50,6 +50,7 @@ from hpctrain.tasks.functions import augment_by, check_augment, import_own
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.text import listed
 from hpctrain.training.data import TrainingData
+from hpctrain.training.library_optimizer import Maker, import_optimizer
 from hpctrain.training.normalization import choose_normalization, rounding_note
 from hpctrain.training.optimizer import freeze
 from hpctrain.training.probe import FIRST_ROWS
@@ -65,6 +66,7 @@ class Network(NamedTuple):
     task: Task
     init: InitialWeights | None
     augment: Imported | None  # function of --augment
+    optimizer: Maker | None  # of a library or the user's own
     measured: Measured  # of the training targets, by the task
     normalization: Normalization
     stored_range: Ranges | None  # of all training images, if they were measured
@@ -105,6 +107,7 @@ def make_network(
         loss = import_own(config.loss, "--loss")
         metric = import_own(config.metric, "--metric")
         augment = import_own(config.augment, "--augment")
+        optimizer = import_optimizer(config.optimizer)
         task = make_task({**vars(config), **resolved}, pack.targets.names, like, loss, metric)
         normalization, why = choose_normalization(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
@@ -142,6 +145,7 @@ def make_network(
         task=task,
         init=init,
         augment=augment,
+        optimizer=optimizer,
         measured=measured,
         normalization=normalization,
         stored_range=stored_range,

@@ -152,7 +152,7 @@ def check_effects(
             f"{make.flag}: does not use the learning rate of its groups of parameters in each step,"
             " which --lr and --schedule give"
         )
-    if any(group.weight_decay for group in make.groups):
+    if any(group.weight_decay for _, group, _ in chosen):
         trial = Trial(make, chosen, rate)
         trial.run(range(FEW), decay=2.0)
         if trial.weights() == expected:

@@ -101,7 +101,9 @@ def make_step(comm: Comm, data: TrainingData, network: Network, begun: Plan | No
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory of the probe: NCCL and CuPy allocate beside torch
     transport = open_transport(comm, device, config.reduce)
-    trainer = Trainer(network.norms, network.task, config, plan, transport, shards)
+    trainer = Trainer(
+        network.norms, network.task, config, plan, transport, shards, network.optimizer
+    )
 
     mine = shards[comm.rank]
     train, order = open_order(config, plan, data.train, mine, comm)

@@ -35,8 +35,8 @@ from hpctrain.tasks.task import Task
 from hpctrain.training.average import Average
 from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.compute import make_backward
-from hpctrain.training.library_optimizer import LibraryUpdate, find_maker
-from hpctrain.training.optimizer import FUSED, FusedUpdate, clip_gradient, parameter_groups
+from hpctrain.training.library_optimizer import LibraryUpdate, Maker
+from hpctrain.training.optimizer import FusedUpdate, clip_gradient, parameter_groups
 from hpctrain.watchdog import waiting
 
 
@@ -51,11 +51,12 @@ class Trainer:
         plan: Plan,
         transport: Transport,
         shards: Sequence[range],
+        optimizer: Maker | None = None,
     ) -> None:
         """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective.
 
-        `shards` are those of each rank. Raises UsageError, the same on all ranks, if they differ in
-        what they compute with.
+        `shards` are those of each rank, `optimizer` that of --optimizer, if it is not a fused one.
+        Raises UsageError, the same on all ranks, if they differ in what they compute with.
         """
         comm = transport.comm
         model = norms.model
@@ -74,7 +75,7 @@ class Trainer:
         fixed = (pair for pair in model.named_parameters() if not pair[1].requires_grad)
         for name, tensor in (*model.named_buffers(), *fixed):
             alike[f"the model's {name}"] = int(tensor_checksum(tensor))
-        is_fused = plan.optimizer in FUSED
+        is_fused = optimizer is None
         if config.deterministic or not is_fused:
             alike["the kind of hardware"] = hardware_key(message.device)
         if not is_fused:  # sums over a parameter are rounded by them
@@ -89,12 +90,11 @@ class Trainer:
                 comm, message, in_order, config.comm_dtype, transport, config.overlap
             )
         self.update: FusedUpdate | LibraryUpdate  # of the weights
-        if is_fused:
+        if optimizer is None:
             self.update = FusedUpdate(plan.optimizer, plan.learning_rate, config, message.groups)
         else:
             with on_all(comm):
-                make = find_maker(plan.optimizer, message)
-                self.update = LibraryUpdate(make, plan.learning_rate, message)
+                self.update = LibraryUpdate(optimizer, plan.learning_rate, message)
         self.clip_norm = config.clip_norm
         #: Number of steps that are started before the totals of one are read.
         self.in_flight = IN_FLIGHT[message.device.type]

@@ -22,6 +22,7 @@ from torch import nn
 
 from hpctrain.config.parts import Part
 from hpctrain.errors import UsageError
+from hpctrain.models.memory_format import move_model
 from hpctrain.models.weights import read_tensors, write_tensors
 from hpctrain.parallel.message import Group, Message
 from hpctrain.training.library_optimizer import LibraryUpdate, maker_of_part
@@ -49,7 +50,9 @@ def candidates() -> dict[str, Any]:
     """Return all optimizers of both libraries."""
     from timm.optim import get_optimizer_info, list_optimizers
 
-    classes = {f"timm:{name}": get_optimizer_info(name).opt_class for name in list_optimizers()}
+    classes = {
+        f"timm:{name}": get_optimizer_info(str(name)).opt_class for name in list_optimizers()
+    }
     for name, kind in vars(torch.optim).items():
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
             classes[f"torch:{name}"] = kind
@@ -72,7 +75,7 @@ class Training:
             nn.Linear(16, 24),
             nn.Linear(24, 3),
         )
-        self.model.to(dtype).to(memory_format=torch.channels_last)
+        move_model(self.model.to(dtype), torch.device("cpu"), channels_last=True)
         groups = {
             name: Group(0.5 if name[0] == "0" else 1.0, 0.01 if parameter.ndim > 1 else 0.0)
             for name, parameter in self.model.named_parameters()
@@ -80,8 +83,7 @@ class Training:
         self.message = Message(self.model, 16, 0, 1, groups)
         library, _, bare = name.partition(":")
         part = Part("optimizer", name, library, bare, (), {})
-        make = maker_of_part(part, [group for group, _ in self.message.layout.groups])
-        self.update = LibraryUpdate(make, RATE, self.message)
+        self.update = LibraryUpdate(maker_of_part(part), RATE, self.message)
 
     def run(self, steps: range) -> None:
         """Make steps, each with images and a learning rate of its own."""

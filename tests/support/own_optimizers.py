@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import torch
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, Muon, Optimizer
 
 COUNT = [0]
 
@@ -150,6 +150,21 @@ class ForgetsState(Adam):
 class Fails(SGD):
     def step(self, closure=None):
         raise ValueError("4-d weights only")
+
+
+class FailsLater(SGD):
+    """After the steps of the check, of which there are several."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["tried"] = group.get("tried", 0) + 1
+            if group["tried"] == 30:
+                raise ValueError("30 steps are enough")
+
+
+def muon_of_torch(params, lr):
+    return Muon(params, lr)
 
 
 def without_groups(params, lr):
