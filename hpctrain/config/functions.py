@@ -197,15 +197,23 @@ def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
     It is the SHA-256 of the file of each function's module, and the version of each library of
     which a part is named.
     """
-    code: dict[str, object] = {}
+    code: dict[str, object] = {**library_versions(settings)}
+    for name in FUNCTION_SETTINGS:
+        for text in texts_of(settings.get(name)):
+            if is_own(name, text):
+                code[f"the file of --{name} {text}"] = f"SHA-256 {_digest_of_module(text)}..."
+    return code
+
+
+def library_versions(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the version of each library of which settings name a part, after it was imported."""
+    versions = {}
     for name in FUNCTION_SETTINGS:
         for text in texts_of(settings.get(name)):
             if is_part(name, text):
                 package = find_part(name, text).package
-                code[package] = version_of(package)
-            elif is_own(name, text):
-                code[f"the file of --{name} {text}"] = f"SHA-256 {_digest_of_module(text)}..."
-    return code
+                versions[package] = version_of(package)
+    return versions
 
 
 def _digest_of_module(text: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import textwrap
 import tomllib
 import typing
@@ -185,12 +186,16 @@ def _read_texts(value: Any, check: Any) -> tuple[str, ...]:
         value = (value,)
     elif isinstance(value, dict) or not isinstance(value, Iterable):
         raise ValueError("expected a text, or a list of texts")
-    texts = tuple(str(_name_of_function(item)) for item in value)
-    for text in texts:
-        text.encode()  # config.toml is UTF-8
+    texts = []
+    for item in value:
+        text = _name_of_function(item)
+        if not isinstance(text, str | os.PathLike):
+            raise ValueError(f"expected texts, not {brief(item, 40)}")
+        texts.append(os.fspath(text))
+        texts[-1].encode()  # config.toml is UTF-8
     if callable(check):
         check(texts)
-    return texts
+    return tuple(texts)
 
 
 def _name_of_function(value: Any) -> Any:

@@ -7,6 +7,7 @@ of None means "decided by the plan"; the help says how.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from hpctrain.config.elsewhere import ELSEWHERE
@@ -51,7 +52,7 @@ def check_no_time(every: Every) -> None:
         raise ValueError("give epochs or steps, as in 2epochs or 500steps; 0 = only at the end")
 
 
-def check_texts(texts: tuple[str, ...]) -> None:
+def check_texts(texts: Sequence[str]) -> None:
     """Raise ValueError for a text that is empty."""
     if "" in texts:
         raise ValueError("the text is empty")

@@ -423,7 +423,7 @@ def drive(folder: Path, trainings: list[Training], slots: list[Slot]) -> int:
 def write_results(folder: Path, trainings: list[Training]) -> None:
     """Write results.csv atomically. Raises RunError."""
     tables = [training.network.config.table() for training in trainings]
-    names = [name for name in tables[0] if len({table[name] for table in tables}) > 1]
+    names = [name for name in tables[0] if len({str(table[name]) for table in tables}) > 1]
     figures = [*USUAL.figures]
     for training in trainings:
         figures += [name for name in training.history.figures if name not in figures]
@@ -445,7 +445,7 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
             training.network.name,
             training.status,
             training.outcome.reason,
-            *(table[name] for name in names),
+            *(in_one_cell(table[name]) for name in names),
             *(best[name].value for name in figures),
             *(history.test[name].value for name in figures),
             history.completed,
@@ -455,6 +455,13 @@ def write_results(folder: Path, trainings: list[Training]) -> None:
     path = folder / RESULTS_FILE
     with writing(path), whole_file(path) as binary, as_text(binary) as file:
         csv.writer(file).writerows(lines)
+
+
+def in_one_cell(value: object) -> object:
+    """Return the value of a setting for a cell of results.csv; several texts in one."""
+    if isinstance(value, list):
+        return " + ".join(value)
+    return value
 
 
 def report_results(folder: Path, trainings: list[Training]) -> int:

@@ -18,7 +18,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole, writing
 from hpctrain.heartbeat import HEARTBEATS
-from hpctrain.parallel.device import hardware_key, memory_of
+from hpctrain.parallel.device import memory_of
 from hpctrain.parallel.mpi import library
 from hpctrain.plan import FREE, describe_shares
 from hpctrain.report.find import SETTINGS_FILE, evaluation_file
@@ -162,7 +162,7 @@ def run_facts(run: Run) -> dict[str, object]:
         "pack": run.pack.path,
         "pack_uuid": run.pack.uuid,
         "plan": run.plan.digest(),
-        "key": hardware_key(run.trainer.message.device),
+        "key": run.key,
         "mpi": library(),
         "torch": torch.__version__,
         "hpctrain": __version__,

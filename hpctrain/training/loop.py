@@ -19,7 +19,6 @@ from hpctrain.data.split import Bad, describe_first
 from hpctrain.errors import RunError
 from hpctrain.fault import fault
 from hpctrain.outcome import Status
-from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Totals
 from hpctrain.parallel.mpi import agreed, allgather, minimum
 from hpctrain.streams import Event, Snapshot, record_event
@@ -153,10 +152,9 @@ def save_checkpoint(run: Run) -> None:
     run.compare_ranks()
     doing(f"saving step {run.progress.step}")
     run.recorder.flush()
-    message = run.trainer.message
     state = {
-        "layout": message.layout.digest(),
-        "key": hardware_key(message.device),
+        "layout": run.trainer.message.layout.digest(),
+        "key": run.key,
         "epochs": run.plan.epochs,
         **run.progress.to_json(),
     }

@@ -17,7 +17,6 @@ from hpctrain.config.functions import own_functions
 from hpctrain.config.option import as_given, flag_of
 from hpctrain.errors import UsageError
 from hpctrain.outcome import Outcome, Status
-from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import agreed, on_root
 from hpctrain.plan import FREE, Plan, check_version
 from hpctrain.report.find import CHECKPOINTS, SETTINGS_FILE
@@ -185,7 +184,7 @@ def restore(run: Run, earlier: PreviousLaunch) -> list[str]:
         state.reason = None
     notes = [*earlier.problems, f"going on after step {state.step}"]
     notes += filter(None, [stretched(run, saved["epochs"])])
-    key = hardware_key(trainer.message.device)
+    key = run.key
     if saved["key"] != key:
         note = f"begun on {saved['key']}, now on {key}"
         notes.append(f"{note}: the bits may differ" if run.config.deterministic else note)

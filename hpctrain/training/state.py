@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpctrain.config import Config
+from hpctrain.config.functions import library_versions
 from hpctrain.data.loader import Loader
 from hpctrain.data.pack import Pack
 from hpctrain.data.pipeline import Pipeline
@@ -24,6 +25,7 @@ from hpctrain.errors import RunError
 from hpctrain.models import InitialWeights
 from hpctrain.models.weights import Tensors
 from hpctrain.outcome import Status
+from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.hosts import HostCores
 from hpctrain.parallel.mpi import Comm, agreed, allgather, is_equal_on_all, on_root
 from hpctrain.parallel.reduce import broadcast
@@ -154,6 +156,15 @@ class Run:
     def best_by(self) -> BestBy:
         """What chooses the best network."""
         return best_by(self.config.best_by, self.config.task)
+
+    @property
+    def key(self) -> str:
+        """What the bits of results depend on besides the plan: versions and hardware."""
+        texts = [hardware_key(self.trainer.message.device)]
+        for library, version in library_versions(vars(self.config)).items():
+            if library != "torch":  # it is there
+                texts.append(f"{library} {version}")
+        return ", ".join(texts)
 
     def split(self, name: str) -> Split:
         """Open another split. It stays open: each of its samples is verified once."""

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import tomllib
 
 import pytest
 
@@ -287,3 +288,37 @@ def test_networks_that_died_are_unfinished(sweep):
     beat(sweep.folder / "01-n1", doing="step 2", host=socket.gethostname(), pid=2**22 + 1)
     ended = alone("sweep", "runs/s", "--results", "--launcher", "srun")  # needs no launcher
     assert ended.code == 0 and "step 2" in (sweep.folder / "results.csv").read_text(), ended
+
+
+AFFINE = "kornia:RandomAffine(degrees=15)"
+ERASING = "torchvision:RandomErasing(p=0.25)"
+
+
+def test_a_value_of_the_grid_may_be_a_list_of_transforms(sweep):
+    """Parts of other libraries need no --trust-code; functions in a list do."""
+    grid = f"{BASE}[grid]\naugment = [['{AFFINE}', '{ERASING}'], '{AFFINE}', []]\n"
+    assert sweep.run(grid).code == 0
+    with open(sweep.folder / "results.csv", newline="") as file:
+        assert [row["augment"] for row in csv.DictReader(file)] == [
+            f"{AFFINE} + {ERASING}",
+            AFFINE,
+            "",
+        ]
+    files = sorted(sweep.folder.glob("*.toml"))
+    settings = [tomllib.loads(path.read_text()).get("augment") for path in files]
+    assert [value for value in settings if value is not None] == [[AFFINE, ERASING], AFFINE]
+    name = "01-augment=kornia:RandomAffine_degrees=15_+torchvision:RandomErasing_p=0.25_.toml"
+    assert files[0].name == name
+
+
+@pytest.mark.parametrize(
+    ("augment", "said"),
+    [
+        (f"[['{AFFINE}', 'mine:f']]", "s.toml names mine:f: a function that a file names"),
+        (f"[['{AFFINE}', 'kornia:RandomAfine()']]", "did you mean 'RandomAffine'?"),
+        (f"[['{AFFINE}', 5]]", "expected texts, not 5"),
+    ],
+)
+def test_transforms_of_a_grid_are_checked_before_any_network_begins(sweep, augment, said):
+    ended = sweep.run(f"{BASE}[grid]\naugment = {augment}\n")
+    assert ended.code == 2 and said in ended.err and not sweep.folder.exists()
