@@ -46,6 +46,7 @@ RESOLVED = {"lr", "scale_lr", "warmup_epochs", "batch_per_rank", "normalize", "c
 #: Facts that a plan holds as they are.
 FROM_FACTS = (
     *("rows", "image_shape", "pack_uuid", "measured", "scaling", "split_seed", "stored_range"),
+    "augment_range",
 )
 WARMUP_EPOCHS = 5.0  # by default if the learning rate grows with the batch
 WARMUP_FROM = 0.1  # fraction of the learning rate in the first step, if it does not
@@ -70,6 +71,8 @@ class Facts:
     scaling: Scaling = ()
     split_seed: int | None = None  # of the splits of an external file; None = those of a pack
     stored_range: Ranges | None = None  # of all training images; None = not measured
+    augment_range: Ranges | None = None  # stored values that transforms see as 0 and 1
+    augmentation: tuple[str, ...] = ()  # in words, with parts of other libraries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Plan:
     device: str = ""  # "cpu" or "cuda" with --deterministic: bits depend on it
     threads: int = 0  # CPU threads of a rank with --deterministic: bits depend on them
     split_seed: int | None = None  # of an external file; None also where --seed drew the splits
-    stored_range: Ranges | None = None  # with --normalize pack of an external file
+    stored_range: Ranges | None = None  # of an external file, where it was measured
+    augment_range: Ranges | None = None  # stored values that transforms see as 0 and 1
     version: int = VERSION
 
     @cached_property
@@ -350,6 +354,7 @@ def describe_plan(
     lines = {
         "task": f"{config.task}, {width}x{height}x{channels}, {facts.targets}",
         "model": plan.model,
+        **describe_augmentation(facts.augmentation),
         "input": describe_scaling(plan.scaling),
         "data": f"{plan.rows:,} training images, pack {plan.pack_uuid}",
         "ranks": f"{len(shards)} on {facts.device}, {facts.threads} CPU threads each",
@@ -366,6 +371,11 @@ def describe_plan(
         "plan": plan.digest(),
     }
     return [f"{name:<14} {text}" for name, text in lines.items()]
+
+
+def describe_augmentation(texts: Sequence[str]) -> dict[str, str]:
+    """Return a line on the transforms of images, in their order, if there are texts."""
+    return {"augmentation": "; then ".join(texts)} if texts else {}
 
 
 def describe_scaling(scaling: Scaling) -> str:

@@ -144,21 +144,22 @@ def to_input(
     channels_last: bool = True,
     divisor: float | None = None,
     nodata: float | None = None,
+    in_float64: bool = False,
 ) -> Tensor:
     """Scale stored values (n, H, W, C) to the network's input, (n, C, H, W) of `dtype`.
 
     They are divided by `divisor`; None = the largest value of an integer type, and 1 for floats.
     With `mean` and `std`, (C,) each and on the device of the images, (x - mean) / std is computed
     per channel. The result is a copy, in memory as NHWC (`channels_last`) or NCHW, computed in
-    float32 (float64 for that `dtype`, and where values of `WIDE` types are normalized). Values that
-    are `nodata` become 0.
+    float32, or float64 for that `dtype`, where values of `WIDE` types are normalized, and with
+    `in_float64`. Values that are `nodata` become 0.
     """
     values = _new_input(images, dtype, channels_last)
     divisor = divisor_of(images, divisor)
     scale = None
     offset = None
     if mean is not None and std is not None:
-        arithmetic = torch.float64 if is_wide(images) else values.dtype
+        arithmetic = torch.float64 if in_float64 or is_wide(images) else values.dtype
         scale, offset = _scale_and_offset(mean, std, divisor, values, channels_last, arithmetic)
     permuted = images.permute(0, 3, 1, 2)  # (n, C, H, W)
     n = len(images)

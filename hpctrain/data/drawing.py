@@ -73,9 +73,13 @@ class Drawing(TorchFunctionMode):
 
     def __init__(self, key: int) -> None:
         super().__init__()
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self.restart(key)
+
+    def restart(self, key: int) -> None:
+        """Begin anew, with another key."""
         self._key = key
         self._calls = 0
-        self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_function__(
         self,

@@ -3,7 +3,7 @@
     stage                   what it changes                               key of its random numbers
     flips, turns, shifts    stored values (n, H, W, C) of their type      "augment"
     scaling                 makes floats (n, C, H, W) in [0, 1] of them
-    the user's transform    these floats                                  "own augmentation"
+    the transforms          these floats                                  "own augmentation"
     normalization           (x - mean) / std per channel: one mean and std, or those of each image
     the task's stage        inputs and targets                            its own: "noise"
 
@@ -17,6 +17,9 @@ Where no stage stands between them, scaling and normalization are one multiplica
 addition. Mean and std of an image are those of its stored values, or of its crop, before flips,
 turns and shifts.
 
+A transform of a library takes values in [0, 1]. Where those of the training images are in another
+range, `UnitRange` maps them to [0, 1]; normalization undoes that in the same multiplication.
+
 Values that are no data are 0 after normalization. A transform is given the channel's mean in their
 place (0 without normalization), so that it may move them, and shifts uncover such values.
 """
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,10 +47,31 @@ from hpctrain.data.augment import (
 from hpctrain.data.partition import random_key
 from hpctrain.data.standardize import image_statistics, is_nodata
 
-# images (n, C, H, W) in [0, 1] and the key of the batch -> others of the same shape and dtype
+# images (n, C, H, W), in [0, 1] where `Pipeline.unit_range` says what that is, and the key of the
+# batch -> others of the same shape and dtype
 Transform = Callable[[Tensor, int], Tensor]
 # inputs (n, C, H, W), targets (n, ...) and the key of the batch -> inputs and targets
 Stage = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+class UnitRange(NamedTuple):
+    """The range of divided values that becomes [0, 1], by channel: x = low + width * unit."""
+
+    low: Tensor  # (C,) float64, on the device of the images
+    width: Tensor
+
+    def to_unit(self, images: Tensor) -> Tensor:
+        """Return divided values (n, C, H, W) as those in [0, 1], of the same dtype."""
+        low, width = self._by_channel()
+        return ((images.double() - low) / width).to(images.dtype)
+
+    def from_unit(self, images: Tensor) -> Tensor:
+        """Return values in [0, 1] as divided ones, of the same dtype."""
+        low, width = self._by_channel()
+        return (images.double() * width + low).to(images.dtype)
+
+    def _by_channel(self) -> tuple[Tensor, Tensor]:
+        return self.low[:, None, None], self.width[:, None, None]
 
 
 @dataclass(eq=False)
@@ -62,6 +87,8 @@ class Pipeline:
     transform: Transform | None = None
     stage: Stage | None = None
     nodata: float | None = None  # stored value, possibly NaN, that is no data
+    #: the divided values that a transform is given as 0 to 1; None = they are given as they are
+    unit_range: UnitRange | None = None
     _mean: Tensor | None = field(init=False, default=None)  # (C,) on the device
     _std: Tensor | None = field(init=False, default=None)
     #: both as float64, for stored types whose values float32 rounds
@@ -102,24 +129,50 @@ class Pipeline:
             if self._exact and is_wide(images):
                 mean, std = self._exact
             return to_input(images, mean, std, *layout, divisor, nodata)
-        scaled = to_input(images, None, None, *layout, divisor, nodata)
-        if self.is_by_image:
-            mean, std = image_statistics(stored, nodata)  # (n, C)
-            divisor = divisor_of(stored, divisor)
-            mean = mean / divisor
-            std = std / divisor
-        elif self._mean is None or self._std is None:
+        scaled = self._scale(images, divisor)
+        statistics = self._statistics(stored, divisor)
+        if statistics is None:
             return self.transform(scaled, key)
-        elif nodata is None:
+        mean, std = statistics
+        if nodata is None and not self.is_by_image:
             inputs = self.transform(scaled, key)
-            return normalize(inputs, self._mean, self._std, self.channels_last)
-        else:
-            mean = self._mean[None]
-            std = self._std[None]
+            return normalize(inputs, mean[0], std[0], self.channels_last)
         filling = mean[:, :, None, None].to(self.dtype)
         missing = is_nodata(images, nodata).permute(0, 3, 1, 2)
         filled = scaled.copy_(torch.where(missing, filling, scaled))
         return normalize_filled(self.transform(filled, key), filling, std)
+
+    def _scale(self, images: Tensor, divisor: float | None) -> Tensor:
+        """Return stored images (n, H, W, C) as floats (n, C, H, W), as a transform gets them."""
+        layout = self.dtype, self.channels_last
+        if self.unit_range is None:
+            return to_input(images, None, None, *layout, divisor, self.nodata)
+        low, width = self.unit_range
+        return to_input(images, low, width, *layout, divisor, self.nodata, in_float64=True)
+
+    def _statistics(self, stored: Tensor, divisor: float | None) -> tuple[Tensor, Tensor] | None:
+        """Return what is subtracted after a transform, and by what it is divided, if anything.
+
+        They are (1, C), or (n, C) for stored images (n, H, W, C) that are normalized each by
+        itself.
+        """
+        if self.is_by_image:
+            mean, std = image_statistics(stored, self.nodata)  # (n, C)
+            divisor = divisor_of(stored, divisor)
+            mean = mean / divisor
+            std = std / divisor
+        elif self._mean is not None and self._std is not None:
+            mean = self._mean[None]
+            std = self._std[None]
+        elif self.unit_range is None:
+            return None
+        else:
+            mean = torch.zeros_like(self.unit_range.low)[None]
+            std = torch.ones_like(mean)
+        if self.unit_range is None:
+            return mean, std
+        low, width = self.unit_range
+        return (mean - low) / width, std / width
 
     @property
     def is_by_image(self) -> bool:

@@ -1,8 +1,8 @@
 """The functions of the user's own: --loss, --metric and --augment, and tests of them.
 
 They are described in docs/networks.md. Batches are cut into shards, and splits into blocks: the
-value of a sample must not depend on the others, nor a call on earlier ones. `check_values` and
-`check_augment` test this before the first step.
+value of a sample must not depend on the others, nor a call on earlier ones. `check_values` tests
+this before the first step; those of --augment are tested by `data/transform_checks.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor
 from hpctrain.config.functions import Imported, import_function, texts_of
 from hpctrain.config.option import as_given
 from hpctrain.config.parts import is_part
-from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
-from hpctrain.numerics import fork_rng, seed_torch
+from hpctrain.numerics import seed_torch
 from hpctrain.tasks.facts import all_figures
 
 RESERVED = {"", "rows", *all_figures()}  # names that no figure of the user's own has
@@ -88,24 +87,6 @@ def _per_sample(result: Any, n: int, source: str) -> Tensor:
     )
 
 
-@torch.no_grad()
-def augment_by(function: Imported, images: Tensor, key: int) -> Tensor:
-    """Return images (n, C, H, W) as a function augments them with numbers of the batch's `key`."""
-    generator = torch.Generator(images.device).manual_seed(random_key(key, "own augmentation"))
-    expected = (images.shape, images.dtype, images.device)
-    strides = images.stride()
-    result = function(images, generator)
-    if not isinstance(result, Tensor) or (result.shape, result.dtype, result.device) != expected:
-        shape, dtype, device = expected
-        raise UsageError(
-            f"{function.setting} must return images like those that it is given: {dtype} on"
-            f" {device}, shape {tuple(shape)}"
-        )
-    if result.stride() == strides:
-        return result
-    return torch.empty_like(images).copy_(result)  # in the memory format of the network
-
-
 # Tests of these functions before their first use
 
 
@@ -145,19 +126,3 @@ def check_values(
                 f"{function.setting} gave other values {when}: the value of a sample must depend on"
                 " its output and target alone, because batches are cut into shards"
             )
-
-
-def check_augment(function: Imported, images: Tensor, key: int) -> None:
-    """Test that images (n, C, H, W) are augmented by the generator alone. Raises UsageError."""
-    augmented = []
-    with fork_rng(images.device):
-        for seed, part in enumerate((images, images, images[:1])):
-            seed_torch(seed, images.device)
-            augmented.append(augment_by(function, part.clone(), key))
-    if images.isfinite().all() and not augmented[0].isfinite().all():
-        raise UsageError(f"{function.setting} returned an image with NaN or infinity")
-    if not torch.equal(augmented[0], augmented[1]):
-        raise UsageError(
-            f"{function.setting} returned other images for the same images and a generator of the"
-            " same seed: all random numbers must come from the generator"
-        )

@@ -33,7 +33,7 @@ from hpctrain.report.settings import UnreadableFile, read_files_of
 from hpctrain.tasks.facts import FACTS, KINDS
 from hpctrain.tasks.task import task_class
 from hpctrain.text import counted, listed, listed_names
-from hpctrain.training.probe import FIRST_ROWS
+from hpctrain.training.augmentation import rows_to_check
 from hpctrain.training.resume import PreviousLaunch
 from hpctrain.training.staging import stage
 from hpctrain.watchdog import doing
@@ -227,7 +227,7 @@ def open_order(
     if config.stage and not config.dry_run:
         needed = reach
         if comm.rank == 0:  # it also tests own functions with the first samples
-            needed = range(0, max(reach.stop, min(FIRST_ROWS, len(source))))
+            needed = range(0, max(reach.stop, min(rows_to_check(config), len(source))))
         pack = stage(config.stage, source, needed, comm)
         source.close()
         with on_all(comm):

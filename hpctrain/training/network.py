@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from hpctrain.config import Config
-from hpctrain.config.functions import Imported, is_own, source_files
+from hpctrain.config.functions import is_own, source_files
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.loader import read_samples
 from hpctrain.data.pack import Pack, describe_drawing
 from hpctrain.data.partition import random_key
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.scale import Ranges, Scale
 from hpctrain.data.split import Split
+from hpctrain.data.transforms import Transforms
 from hpctrain.errors import UsageError
 from hpctrain.inference.evaluate import evaluate
 from hpctrain.inference.network import Inference, find_model
@@ -45,10 +43,19 @@ from hpctrain.parallel.mpi import (
     on_root,
 )
 from hpctrain.plan import Measured, model_name
+from hpctrain.plan import Ranges as PlannedRanges
 from hpctrain.tasks.facts import FACTS
-from hpctrain.tasks.functions import augment_by, check_augment, import_own
+from hpctrain.tasks.functions import import_own
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.text import listed
+from hpctrain.training.augmentation import (
+    describe_transforms,
+    find_range,
+    make_transforms,
+    needs_range,
+    range_note,
+    unit_range,
+)
 from hpctrain.training.data import TrainingData
 from hpctrain.training.library_optimizer import Maker, import_optimizer
 from hpctrain.training.normalization import choose_normalization, rounding_note
@@ -65,8 +72,10 @@ class Network(NamedTuple):
     norms: BatchNorms
     task: Task
     init: InitialWeights | None
-    augment: Imported | None  # function of --augment
     optimizer: Maker | None  # of a library or the user's own
+    transforms: Transforms | None  # of --augment
+    augmentation: tuple[str, ...]  # in words, if parts of other libraries are in it
+    augment_range: PlannedRanges | None  # stored values that transforms see as 0 and 1
     measured: Measured  # of the training targets, by the task
     normalization: Normalization
     stored_range: Ranges | None  # of all training images, if they were measured
@@ -87,7 +96,8 @@ def make_network(
     begun = earlier.plan if earlier else None
     pack = data.pack
     stored_range = None
-    if config.normalize == "pack" and pack.external and not begun:
+    is_normalized = config.normalize == "pack" and bool(pack.external)
+    if (is_normalized or needs_range(config, pack)) and not begun:
         images = measure_training_images(data.train, comm)
         pack = dataclasses.replace(pack, mean=images.mean, std=images.std)
         stored_range = images.stored_range
@@ -106,24 +116,30 @@ def make_network(
     with on_all(comm):
         loss = import_own(config.loss, "--loss")
         metric = import_own(config.metric, "--metric")
-        augment = import_own(config.augment, "--augment")
         optimizer = import_optimizer(config.optimizer)
+        transforms = make_transforms(config)
         task = make_task({**vars(config), **resolved}, pack.targets.names, like, loss, metric)
         normalization, why = choose_normalization(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
+        augment_range = find_range(config, begun, pack, stored_range, normalization)
+        unit = unit_range(augment_range, pack.scale.divisor, device)
+        if transforms is not None:
+            transforms = dataclasses.replace(transforms, range=unit)
+        augmentation = Augmentation(
+            flip=config.flip,
+            shift=config.shift,
+            flip_vertical=config.flip_vertical,
+            rotate90=config.rotate90,
+        )
     compare_code(config, pack, comm)
     pipeline = Pipeline(
         device=device,
         dtype=like.dtype,
         channels_last=config.channels_last,
         normalization=normalization,
-        augmentation=Augmentation(
-            flip=config.flip,
-            shift=config.shift,
-            flip_vertical=config.flip_vertical,
-            rotate90=config.rotate90,
-        ),
-        transform=partial(augment_by, augment) if augment else None,
+        augmentation=augmentation,
+        transform=transforms,
+        unit_range=unit,
         stage=task.stage,
         nodata=pack.scale.nodata,
     )
@@ -137,6 +153,7 @@ def make_network(
         why,
         kind.measured_note(vars(config), measured),
         rounding_note(config, normalization, pack),
+        range_note(augment_range),
         frozen,
     ]
     return Network(
@@ -144,8 +161,10 @@ def make_network(
         norms=norms,
         task=task,
         init=init,
-        augment=augment,
         optimizer=optimizer,
+        transforms=transforms,
+        augmentation=describe_transforms(config, augmentation),
+        augment_range=augment_range,
         measured=measured,
         normalization=normalization,
         stored_range=stored_range,
@@ -290,19 +309,5 @@ def check_best_by(network: Network, train: Split, comm: Comm) -> None:
                 f"--best-by {network.config.best_by}: evaluations of this run have no"
                 f" {task.best_by}, but {listed(names)}"
             )
-
-    on_root(comm, check)
-
-
-def check_own_augment(network: Network, train: Split, comm: Comm) -> None:
-    """Test the function of --augment, if there is one, with the first samples. Collective."""
-    function = network.augment
-    if function is None:
-        return
-    before = dataclasses.replace(network.pipeline, transform=None, normalization=None)
-
-    def check() -> None:
-        rows = np.arange(min(FIRST_ROWS, len(train)))
-        check_augment(function, read_samples(train, rows, before), random_key("own functions"))
 
     on_root(comm, check)

@@ -19,6 +19,7 @@ from hpctrain.parallel.batchnorm import Probe
 from hpctrain.parallel.mpi import Comm, comm_of_host, on_all, on_root
 from hpctrain.parallel.transport import open_transport
 from hpctrain.plan import Facts, Plan, extend, resolve
+from hpctrain.training.augmentation import check_augmentation
 from hpctrain.training.data import (
     TrainingData,
     balance_note,
@@ -27,7 +28,7 @@ from hpctrain.training.data import (
     open_order,
 )
 from hpctrain.training.library_optimizer import LibraryUpdate, describe_defaults
-from hpctrain.training.network import Network, check_best_by, check_own_augment, make_network
+from hpctrain.training.network import Network, check_best_by, make_network
 from hpctrain.training.optimizer import FusedUpdate
 from hpctrain.training.optimizer_check import check_optimizer
 from hpctrain.training.probe import check_sizes, probe_model
@@ -108,7 +109,7 @@ def make_step(comm: Comm, data: TrainingData, network: Network, begun: Plan | No
     mine = shards[comm.rank]
     train, order = open_order(config, plan, data.train, mine, comm)
     balance = balance_note(order, mine, data.pack.classes, comm)
-    check_own_augment(network, train, comm)
+    check_augmentation(config, network.transforms, network.pipeline, train, comm)
     check_best_by(network, data.train, comm)
     described = on_root(comm, check_update, trainer.update, plan)
     options = ReadOptions(config.read_buffer, config.random_crop, device)
@@ -153,6 +154,8 @@ def collect_facts(
         scaling=network.normalization,
         split_seed=pack.external["seed"] if pack.external else None,
         stored_range=network.stored_range,
+        augment_range=network.augment_range,
+        augmentation=network.augmentation,
         measured=network.measured,
     )
 

@@ -1,4 +1,6 @@
-"""Mean and deviation of the training images of an external file: ``--normalize pack``.
+"""Mean, deviation and range of the training images of an external file.
+
+``--normalize pack`` needs them, and transforms of libraries, which take values in [0, 1].
 
 The ranks read a part each, in the order of the file. Sums are exact, so the result depends neither
 on the order nor on the number of ranks, and equals that of a pack of the same images. The plan
@@ -75,11 +77,11 @@ def add_images(train: Split, samples: np.ndarray, is_shown: bool) -> ChannelStat
     buffer = np.empty((min(at_a_time, len(samples)), *train.image_shape), train.dtype)
     said = time.monotonic()
     for first in range(0, len(samples), at_a_time):
-        doing(f"computing mean and std: image {first:,} of {len(samples):,}")
+        doing(f"computing statistics: image {first:,} of {len(samples):,}")
         part = samples[first : first + at_a_time]
         statistics.add(train.gather(part, buffer[: len(part)]))
         if is_shown and time.monotonic() - said > SAY_EVERY:
             said = time.monotonic()
             share = (first + len(part)) / len(samples)
-            say(f"--normalize pack: {share:.0%} of the training images read", sys.stderr)
+            say(f"{share:.0%} of the training images read: range, mean and std", sys.stderr)
     return statistics

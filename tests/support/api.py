@@ -151,7 +151,14 @@ __all__ += ["check_forward", "load_init", "load_weights"]
 __all__ += ["read_model", "save_model"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
-from hpctrain.data import drawing, external_files, file_index, strata
+from hpctrain.data import (
+    drawing,
+    external_files,
+    file_index,
+    strata,
+    transform_checks,
+    transforms,
+)
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.images import BadImage, Change, Fit, decode, draw_crops
 from hpctrain.data.pack import ExternalOptions, images_note
@@ -159,7 +166,7 @@ from hpctrain.data.values import decode_stored, read_header
 
 __all__ += ["Augmentation", "ExternalOptions", "add_noise", "draw_crops"]
 __all__ += ["images_note", "open_few_files", "opened_for_index", "read_external", "settle_at_once"]
-__all__ += ["drawing", "strata"]
+__all__ += ["drawing", "strata", "transform_checks", "transforms"]
 __all__ += ["BadImage", "Fit", "decode", "decode_stored", "names_of_changes", "read_header"]
 
 
