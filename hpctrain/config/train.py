@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from hpctrain.config.elsewhere import ELSEWHERE
+from hpctrain.config.metrics import metric_directions
 from hpctrain.config.option import Settings, check_folder_name, option
 from hpctrain.config.parts import EXAMPLES
 from hpctrain.config.values import (
@@ -292,8 +293,8 @@ class Config(OnRanks):
         check_texts,
     )
     best_by: str | None = option(
-        "figure of validations that chooses the best network and ranks runs, one of --metric with"
-        f" its direction, NAME:max or NAME:min; default: {USUAL.chooses}"
+        "figure of validations that chooses the best network and ranks runs, also one of --metric;"
+        f" of a function with its direction, NAME:max or NAME:min; default: {USUAL.chooses}"
     )
     patience: int | None = option(
         "stop after so many validations without a better one (--best-by); 0 = never; default: 0,"
@@ -337,7 +338,8 @@ class Config(OnRanks):
             raise UsageError(
                 f"--min-lr {self.min_lr} is above --lr {lr}, where the schedule begins"
             )
-        figure = best_by(self.best_by, self.task).figure
+        directions = metric_directions(self.metric)
+        figure = best_by(self.best_by, self.task, directions).figure
         if not self.metric and figure not in FACTS[self.task].directions:
             raise UsageError(f"--best-by {self.best_by}: {figure} needs the --metric that has it")
         if self.final == "ema" and self.ema is None:

@@ -32,6 +32,7 @@ from hpctrain.files import write_whole, writing
 from hpctrain.inference.network import ImageSource, Inference, find_model, require_split
 from hpctrain.inference.rows import check_nodata, check_scale_attributes, range_of
 from hpctrain.memory import keep_memory
+from hpctrain.models import input_like
 from hpctrain.numerics import torch_flags
 from hpctrain.packing.find import find_pack_path
 from hpctrain.parallel import mpi
@@ -44,8 +45,8 @@ from hpctrain.report.outputs import check_not_read, check_picture, output_name
 from hpctrain.report.record import value_in, without_nonfinite
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
-from hpctrain.tasks.functions import import_own
-from hpctrain.tasks.tally import MetricFigures, Tally, find_tally
+from hpctrain.tasks.measures import Measures, load_measures
+from hpctrain.tasks.tally import Tally, find_tally
 from hpctrain.tasks.task import Caption, Task
 from hpctrain.text import brief, listed, say, short_number
 from hpctrain.torch_errors import explain_errors
@@ -168,7 +169,10 @@ def evaluate(
     means: dict[str, float | None] = {}
     metrics: dict[str, float | None] = {}
     for tally in tallies:
-        figures = metrics if isinstance(tally, MetricFigures) else means
+        figures = metrics if tally.is_metric else means
+        if twice := figures.keys() & tally.figures().keys():
+            text = f"--metric: more than one figure is named {listed(sorted(twice))}"
+            raise agreed(UsageError(f"{text}: give one of them another name"))
         figures.update(tally.figures())
     return Evaluation(
         rows=len(split),
@@ -339,8 +343,8 @@ def evaluate_saved(config: EvaluateConfig, comm: Comm, printed: bool = False) ->
                 )
         with open_split(network, config, comm) as split:
             on_root(comm, check_outputs, network, config, split)
-            functions = import_functions(network, config, comm)
-            task = replace(task, **functions, has_all_figures=True)
+            measures = import_measures(network, config, comm)
+            task = replace(task, **measures._asdict(), has_all_figures=True)
             inference = network.inference._replace(task=task)
             result = evaluate(
                 inference, split, comm, mistakes=config.mistakes, has_plot=config.plot is not None
@@ -380,18 +384,20 @@ def mistakes_path(network: TrainedNetwork, config: EvaluateConfig) -> Path:
     return picture_path(config.output, network.path.with_name("mistakes.png"))
 
 
-def import_functions(network: TrainedNetwork, config: EvaluateConfig, comm: Comm) -> dict[str, Any]:
+def import_measures(network: TrainedNetwork, config: EvaluateConfig, comm: Comm) -> Measures:
     """Import --loss and --metric, by default those of the network's file, by name. Collective."""
     of_file = {
         name: network.metadata[name] for name in ("loss", "metric") if not getattr(config, name)
     }
     named = {"loss": config.loss, "metric": config.metric, **of_file}
+    names = network.columns or network.classes
+    like = input_like(network.inference.model)
     with on_all(comm):
         require_trust(of_file, network.path, config.trust_code)
-        functions = {name: import_own(value, f"--{name}") for name, value in named.items()}
+        measures = load_measures(named, network.inference.task.name(), names, like)
     if code := source_files(named):
         mpi.check_equal_on_all(comm, code)
-    return functions
+    return measures
 
 
 def print_evaluation(result: Evaluation, task: Task, split: str) -> None:

@@ -140,6 +140,10 @@ class Classify(Task):
             **more,
         }
 
+    def predictions(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the probabilities (n, K) of the classes."""
+        return {"predictions": outputs.double().softmax(1)}
+
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         tallies = [*super().tallies(), Confusion(self.classes)]
         if self.needs("auroc"):

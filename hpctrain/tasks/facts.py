@@ -175,27 +175,36 @@ def shown_figures() -> list[str]:
     return [name for name, figure in all_figures().items() if figure.is_shown and name != "loss"]
 
 
-def best_by(setting: str | None, task: str) -> BestBy:
+def best_by(
+    setting: str | None, task: str, metrics: Mapping[str, str] = MappingProxyType({})
+) -> BestBy:
     """Return the figure that chooses the best network, by the setting --best-by.
 
-    Those of --metric are given with their direction. Raises UsageError for one that has none.
+    `metrics` are the directions of the figures of libraries, "" if they have none; other figures of
+    --metric are given with their direction. Raises UsageError for one that has none.
     """
     facts = FACTS.get(task, USUAL)
     name = setting or facts.chooses
-    of_task = facts.directions.get(name)
-    if of_task:
-        return BestBy(name, of_task)
+
+    def direction_of(figure: str) -> Direction | None:
+        of_metric = metrics.get(figure, metrics.get(figure.partition(" of ")[0], ""))
+        return facts.directions.get(figure, DIRECTIONS.get(of_metric))
+
+    usual = direction_of(name)
+    if usual:
+        return BestBy(name, usual)
     figure, _, word = name.rpartition(":")
     direction = DIRECTIONS.get(word)
     flag = f"--best-by {name}"
     if direction is None:
         raise UsageError(
-            f"{flag}: no figure of --task {task}, which has {', '.join(facts.directions)}; one of"
+            f"{flag}: no figure of --task {task}, which has"
+            f" {', '.join([*facts.directions, *metrics])}; one of"
             f" --metric needs its direction, as in {name}:max or {name}:min"
         )
-    of_task = facts.directions.get(figure)
-    if of_task and of_task != direction:
-        raise UsageError(f"{flag}: of {figure}, the {of_task} is the best: give --best-by {figure}")
+    usual = direction_of(figure)
+    if usual and usual != direction:
+        raise UsageError(f"{flag}: of {figure}, the {usual} is the best: give --best-by {figure}")
     return BestBy(figure, direction)
 
 

@@ -8,7 +8,7 @@ this before the first step; those of --augment are tested by `data/transform_che
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ RESERVED = {"", "rows", *all_figures()}  # names that no figure of the user's ow
 # Tolerances of a sample's value in a part of a batch, for which kernels round otherwise
 RELATIVE = 1e-3
 ABSOLUTE = 1e-5
+AnyLoss = TypeVar("AnyLoss", bound="Loss")  # or a metric, which is called alike
 
 
 def import_own(value: str | tuple[str, ...] | None, flag: str) -> Imported | None:
@@ -41,12 +42,23 @@ def import_own(value: str | tuple[str, ...] | None, flag: str) -> Imported | Non
     return function
 
 
-def compute_losses(function: Imported, outputs: Tensor, targets: Tensor) -> Tensor:
+class Loss(Protocol):
+    """What --loss names: a function of the user's own, or a loss of a library."""
+
+    @property
+    def setting(self) -> str:
+        """The setting as it was given, with which errors begin."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
+        """Return the losses (n,) of samples."""
+
+
+def compute_losses(function: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the losses (n,) of samples."""
     return _per_sample(function(outputs, targets), len(outputs), function.setting)
 
 
-def losses_by_name(function: Imported, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def losses_by_name(function: Loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Return the losses (n,) of samples, for `check_values`."""
     return {"": compute_losses(function, outputs, targets)}
 
@@ -91,8 +103,8 @@ def _per_sample(result: Any, n: int, source: str) -> Tensor:
 
 
 def check_values(
-    function: Imported,
-    compute: Callable[[Imported, Tensor, Tensor], dict[str, Tensor]],
+    function: AnyLoss,
+    compute: Callable[[AnyLoss, Tensor, Tensor], dict[str, Tensor]],
     outputs: Tensor,
     targets: Tensor,
 ) -> None:

@@ -171,6 +171,10 @@ class Multilabel(EntriesTask):
         unweighted = replace(self, class_weights=None).known_losses(outputs, targets)
         return {**sums, "unweighted_loss": two_sums(unweighted.sum(), count)}
 
+    def predictions(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the probability (n, K) of each class."""
+        return {"predictions": outputs.double().sigmoid()}
+
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         thresholds = [*map(logit, self.thresholds)]
         tallies = [*super().tallies(), Scores(self.names, thresholds or None)]

@@ -130,6 +130,10 @@ class Regress(EntriesTask):
 
     # Evaluating
 
+    def predictions(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the values (n, T) in the units of the data."""
+        return {"predictions": self.restored(outputs).double()}
+
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         _, deviations = self.scaling
         return [*super().tallies(), Residuals(self.names, deviations, self.restored, mistakes)]

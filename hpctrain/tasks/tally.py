@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ class Block(NamedTuple):
 class Tally(ABC):
     """Something that is accumulated over the blocks of an evaluation."""
 
+    #: Whether its figures are those of --metric.
+    is_metric: ClassVar[bool] = False
     #: The worst answers that it keeps, the worst first.
     worst: Sequence[Any] = ()
 
@@ -121,7 +123,9 @@ class Means(Tally):
 
 
 class MetricFigures(Means):
-    """The figures of --metric."""
+    """The figures of a function of --metric."""
+
+    is_metric = True
 
     def __init__(self, sums: FigureSums, name: str) -> None:
         """`name` is that of the setting, for errors."""

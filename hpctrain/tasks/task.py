@@ -12,14 +12,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hpctrain.config.functions import Imported
+from hpctrain.config.metrics import metric_directions
 from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
@@ -28,9 +30,19 @@ from hpctrain.numerics import fork_rng
 from hpctrain.plan import Measured, listed_numbers
 from hpctrain.tasks.facts import FACTS, KINDS, TaskFacts, best_by, task_that_learns
 from hpctrain.tasks.forward import network_output
-from hpctrain.tasks.functions import check_values, compute_losses, compute_metric, losses_by_name
+from hpctrain.tasks.functions import (
+    Loss,
+    check_values,
+    compute_losses,
+    compute_metric,
+    losses_by_name,
+)
+from hpctrain.tasks.measures import Measures
 from hpctrain.tasks.tally import Block, Means, MetricFigures, Tally, two_sums
 from hpctrain.text import short_number
+
+if TYPE_CHECKING:
+    from hpctrain.tasks.library_metrics import LibraryMetric
 
 # Sums of a shard, () each on the device: "loss", that of the samples' losses; "weight", that of
 # their weights, if they have any; and the task's own
@@ -53,8 +65,9 @@ class Task(ABC):
     """
 
     precision: str = "fp32"
-    loss: Imported | None = None  # the user's own, in place of `losses`
-    metric: Imported | None = None  # the user's own, beside the task's figures
+    loss: Loss | None = None  # that of --loss, in place of `losses`
+    metrics: tuple[Imported, ...] = ()  # the user's own, beside the task's figures
+    library_metrics: tuple[LibraryMetric, ...] = ()  # of libraries, beside them
     unrecorded: tuple[str, ...] = ()  # figures that the records of validations leave out
     best_by: str = ""  # figure that --best-by names
     has_all_figures: bool = False  # those that only evaluations after the training have, too
@@ -210,11 +223,11 @@ class Task(ABC):
         return losses.sum() if weights is None else (losses * weights).sum()
 
     def own_losses(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Return the losses (n,) of the user's own function; None if there is none."""
+        """Return the losses (n,) of --loss; None if there is none."""
         return compute_losses(self.loss, outputs, self.own_targets(targets)) if self.loss else None
 
     def own_targets(self, targets: Tensor) -> Tensor:
-        """Return the targets that the user's own loss is given."""
+        """Return the targets that the loss of --loss is given."""
         return targets
 
     def in_units(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,14 +289,28 @@ class Task(ABC):
     def tallies(self, mistakes: int = 0) -> list[Tally]:
         """Return new tallies for an evaluation, with the `mistakes` worst answers."""
         tallies: list[Tally] = [Means(self.figure_sums)]
-        if self.metric:
-            tallies.append(MetricFigures(self._metric_sums, self.metric.setting))
+        for metric in self.metrics:
+            tallies.append(MetricFigures(partial(self._metric_sums, metric), metric.setting))
+        if self.library_metrics:
+            from hpctrain.tasks.library_metrics import LibraryMetrics
+
+            kind = self.facts.targets
+            tallies.append(LibraryMetrics(self.library_metrics, kind, self.predictions))
         return tallies
 
-    def _metric_sums(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        assert self.metric is not None
-        figures = compute_metric(self.metric, *self.in_units(outputs, targets))
+    def _metric_sums(
+        self, metric: Imported, outputs: Tensor, inputs: Tensor, targets: Tensor
+    ) -> dict[str, Tensor]:
+        figures = compute_metric(metric, *self.in_units(outputs, targets))
         return {name: values_and_weights.sum(1) for name, values_and_weights in figures.items()}
+
+    def predictions(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return "predictions" (n, ...) float64, which metrics of libraries are given.
+
+        They are probabilities of classes, or values in the units of the data. If targets are not
+        those of the pack, they are "targets" beside them.
+        """
+        return {"predictions": outputs.double(), "targets": targets.double()}
 
     def plot_tallies(self) -> list[Tally]:
         """Return the tallies that `plot` needs beside those of `tallies`."""
@@ -352,28 +379,43 @@ class Task(ABC):
             captions.append(Caption(row, lines, is_wrong=False))
         return captions
 
-    # Its functions of the user's own
+    # What --loss and --metric name
 
     def check(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-        """Test the user's loss and metric with samples (n, C, H, W) and their targets.
+        """Test the loss of --loss, and metrics, with samples (n, C, H, W) and their targets.
 
-        Raises UsageError that names the function. Model and torch's generators are restored.
+        Raises UsageError that names it. Model and torch's generators are restored.
         """
-        if not self.loss and not self.metric:
+        if not self.loss and not self.metrics and not self.library_metrics:
             return
         with evaluating(model), torch.no_grad(), fork_rng(inputs.device):
             outputs = network_output(model, inputs, self.precision)
             if not outputs.isfinite().all():
                 return  # a first step will report it
-            if self.metric:
-                check_values(self.metric, compute_metric, *self.in_units(outputs, targets))
+            for metric in self.metrics:
+                check_values(metric, compute_metric, *self.in_units(outputs, targets))
+            self.check_library_metrics(outputs, targets)
             if self.loss:
                 targets = self.own_targets(targets)
                 check_values(self.loss, losses_by_name, outputs, targets)
                 check_gradient(self.loss, outputs, targets)
 
+    def check_library_metrics(self, outputs: Tensor, targets: Tensor) -> None:
+        """Test that metrics of libraries can be computed block by block. Raises UsageError."""
+        if not self.library_metrics:
+            return
+        from hpctrain.tasks.library_metrics import make_sample
 
-def check_gradient(loss: Imported, outputs: Tensor, targets: Tensor) -> None:
+        _, in_units = self.in_units(outputs, targets)
+        given = {"targets": in_units, **self.predictions(outputs, targets)}
+        predictions = given["predictions"].cpu().numpy()
+        stored = given["targets"].cpu().numpy()
+        sample = make_sample(predictions, stored, self.facts.targets)
+        for metric in self.library_metrics:
+            metric.check(sample)
+
+
+def check_gradient(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
     """Raise UsageError unless the user's loss has a finite gradient for the outputs."""
     leaf = outputs.clone().requires_grad_()
     gradient = None
@@ -394,22 +436,25 @@ def task_class(name: str) -> type[Task]:
     return task
 
 
+NO_MEASURES = Measures()
+
+
 def make_task(
     settings: Mapping[str, Any],
     names: Sequence[str],
     like: Tensor,
-    loss: Imported | None = None,
-    metric: Imported | None = None,
+    measures: Measures = NO_MEASURES,
 ) -> Task:
     """Make a task as a configuration or a file's metadata describe it; see `Task.from_settings`.
 
     Its loss is hpctrain's unless another is given, whatever the settings name.
     """
     make = task_class(settings["task"]).from_settings
-    task = make(settings, names, like, precision=settings["precision"], loss=loss, metric=metric)
+    task = make(settings, names, like, precision=settings["precision"], **measures._asdict())
     if not settings.get("best_by"):
         return task
-    figure = best_by(settings["best_by"], task.name()).figure
+    directions = metric_directions(settings["metric"])
+    figure = best_by(settings["best_by"], task.name(), directions).figure
     recorded = (figure, f"{figure}_binned")
     unrecorded = tuple(name for name in task.unrecorded if name not in recorded)
     return replace(task, best_by=figure, unrecorded=unrecorded)

@@ -14,6 +14,7 @@ import torch
 
 from hpctrain import __version__
 from hpctrain.config import to_toml
+from hpctrain.config.metrics import metric_directions
 from hpctrain.errors import RunError, UsageError
 from hpctrain.fault import fault
 from hpctrain.files import remove_left_behind, sync, temporary_name, write_whole, writing
@@ -24,7 +25,7 @@ from hpctrain.plan import FREE, describe_shares
 from hpctrain.report.find import SETTINGS_FILE, evaluation_file
 from hpctrain.report.record import Recorder, truncate_record
 from hpctrain.report.settings import DATA_FILE, PLAN_FILE
-from hpctrain.tasks.facts import Direction
+from hpctrain.tasks.facts import DIRECTIONS, Direction
 from hpctrain.training.checkpoint import make_ready
 from hpctrain.training.control import RunLock
 from hpctrain.training.resume import PreviousLaunch
@@ -104,10 +105,20 @@ def open_run_folder(run: Run, earlier: PreviousLaunch) -> Path:
 
 def ranking_figures(run: Run) -> dict[str, Direction]:
     """Return the figures that the record lists, with their directions: the first one ranks runs."""
-    figures = run.task.facts.recorded
+    figures = {**run.task.facts.recorded, **directions_of_metrics(run)}
     if not run.task.best_by:
         return figures
     return {run.best_by.figure: run.best_by.direction, **figures}
+
+
+def directions_of_metrics(run: Run) -> dict[str, Direction]:
+    """Return the figures of metrics of libraries, one of each, with their directions."""
+    named = metric_directions(run.config.metric)
+    return {
+        metric.name: DIRECTIONS[named[metric.name]]
+        for metric in run.task.library_metrics
+        if metric.name in metric.figures and named[metric.name]
+    }
 
 
 def run_facts(run: Run) -> dict[str, object]:

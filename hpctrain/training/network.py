@@ -45,7 +45,7 @@ from hpctrain.parallel.mpi import (
 from hpctrain.plan import Measured, model_name
 from hpctrain.plan import Ranges as PlannedRanges
 from hpctrain.tasks.facts import FACTS
-from hpctrain.tasks.functions import import_own
+from hpctrain.tasks.measures import load_measures
 from hpctrain.tasks.task import Task, make_task, task_class
 from hpctrain.text import listed
 from hpctrain.training.augmentation import (
@@ -114,11 +114,10 @@ def make_network(
     precision = begun.precision if begun else config.precision
     resolved = {"precision": precision, **measured}
     with on_all(comm):
-        loss = import_own(config.loss, "--loss")
-        metric = import_own(config.metric, "--metric")
+        measures = load_measures(vars(config), config.task, pack.targets.names, like)
         optimizer = import_optimizer(config.optimizer)
         transforms = make_transforms(config)
-        task = make_task({**vars(config), **resolved}, pack.targets.names, like, loss, metric)
+        task = make_task({**vars(config), **resolved}, pack.targets.names, like, measures)
         normalization, why = choose_normalization(config, begun, pack, model, init)
         norms = BatchNorms(model, config.batch_norm)
         augment_range = find_range(config, begun, pack, stored_range, normalization)
@@ -155,6 +154,7 @@ def make_network(
         rounding_note(config, normalization, pack),
         range_note(augment_range),
         frozen,
+        *(metric.note for metric in task.library_metrics),
     ]
     return Network(
         config=config,
@@ -309,5 +309,24 @@ def check_best_by(network: Network, train: Split, comm: Comm) -> None:
                 f"--best-by {network.config.best_by}: evaluations of this run have no"
                 f" {task.best_by}, but {listed(names)}"
             )
+
+    on_root(comm, check)
+
+
+def check_metrics(network: Network, pack: Pack, comm: Comm) -> None:
+    """Check that rank 0 can hold what metrics need of the splits that are evaluated. Collective."""
+    metrics = network.task.library_metrics
+    if not metrics:
+        return
+    from hpctrain.tasks.library_metrics import check_size
+
+    count = len(pack.targets.names)
+    shape = network.task.output_shape(pack.image_shape, count)
+    kind = network.task.facts.targets
+
+    def check() -> None:
+        for name, info in pack.splits.items():
+            if name != "train":
+                check_size(metrics, kind, info.samples, shape)
 
     on_root(comm, check)

@@ -28,7 +28,7 @@ from hpctrain.training.data import (
     open_order,
 )
 from hpctrain.training.library_optimizer import LibraryUpdate, describe_defaults
-from hpctrain.training.network import Network, check_best_by, make_network
+from hpctrain.training.network import Network, check_best_by, check_metrics, make_network
 from hpctrain.training.optimizer import FusedUpdate
 from hpctrain.training.optimizer_check import check_optimizer
 from hpctrain.training.probe import check_sizes, probe_model
@@ -110,6 +110,7 @@ def make_step(comm: Comm, data: TrainingData, network: Network, begun: Plan | No
     train, order = open_order(config, plan, data.train, mine, comm)
     balance = balance_note(order, mine, data.pack.classes, comm)
     check_augmentation(config, network.transforms, network.pipeline, train, comm)
+    check_metrics(network, data.pack, comm)
     check_best_by(network, data.train, comm)
     described = on_root(comm, check_update, trainer.update, plan)
     options = ReadOptions(config.read_buffer, config.random_crop, device)

@@ -17,6 +17,7 @@ import torch
 
 from hpctrain.config import Config
 from hpctrain.config.functions import library_versions
+from hpctrain.config.metrics import metric_directions
 from hpctrain.data.loader import Loader
 from hpctrain.data.pack import Pack
 from hpctrain.data.pipeline import Pipeline
@@ -155,7 +156,7 @@ class Run:
     @property
     def best_by(self) -> BestBy:
         """What chooses the best network."""
-        return best_by(self.config.best_by, self.config.task)
+        return best_by(self.config.best_by, self.config.task, metric_directions(self.config.metric))
 
     @property
     def key(self) -> str:

@@ -106,6 +106,11 @@ def weighted(scores, labels, smoothing=0.0):
     return F.cross_entropy(scores, labels, weights, label_smoothing=smoothing)
 
 
+def summed(scores, labels):
+    weights = torch.tensor([0.2, 1, 0.5], dtype=torch.float64)
+    return F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=0.1)
+
+
 def other_weights() -> dict[str, torch.Tensor]:
     """Weights of a network for other classes, trained elsewhere."""
     with torch.random.fork_rng():
@@ -151,6 +156,10 @@ CASES = {
         decay=lambda name: 0.0,
         frozen=("bn.",),
         average=0.8,
+    ),
+    "a loss of torch.nn": Case(
+        {"loss": "torch:CrossEntropyLoss(label_smoothing=0.1, weight=[0.2, 1, 0.5])"},
+        loss=lambda *pair: summed(*pair) / len(pair[1]),
     ),
     "running": Case({"batch_norm": "running"}, norms="running"),
     "average of statistics": Case({"batch_norm": "average"}, norms="average"),
@@ -326,7 +335,8 @@ def check_figures(result, case: Case, steps: list, expected: dict, losses: list[
     model.load_state_dict(expected)
     with torch.no_grad():
         scores, answers = model(as_input(TEST[0])), torch.from_numpy(TEST[1])
-    loss = (weighted if weights[0] < 1 else F.cross_entropy)(scores, answers).item()
+    unsmoothed = weighted if weights[0] < 1 else F.cross_entropy
+    loss = (case.loss if "loss" in case.settings else unsmoothed)(scores, answers).item()
     assert result.figures["test_loss"] == pytest.approx(loss, rel=1e-12)
     correct = (scores.argmax(1) == answers).double().mean().item()
     assert result.figures["test_accuracy"] == pytest.approx(correct)
@@ -349,6 +359,17 @@ ENTRIES = {
         {"task": "regress", "optimizer": "adamw", "ema": 0.8, "final": "ema"},
         adamw,
         average=0.8,
+    ),
+    "classes, a loss of torch.nn": Case(
+        {
+            "task": "multilabel",
+            "loss": f"torch:BCEWithLogitsLoss(pos_weight={list(WEIGHTS)})",
+            "patience": 0,
+        },
+        adam,
+    ),
+    "values, a loss of torch.nn": Case(
+        {"task": "regress", "loss": "torch:HuberLoss(delta=0.5)", "clip_norm": 0.2}, adam, clip=0.2
     ),
     "values as they are": Case({"task": "regress", "target_scale": "none"}, adam),
 }
@@ -383,9 +404,12 @@ def mean_over_known(case: Case, train: np.ndarray) -> Any:
         if task == "regress":
             known = ~targets.isnan()
             scaled = (targets.double() - torch.from_numpy(mean)) / torch.from_numpy(deviation)
+            if "loss" in case.settings:
+                return F.huber_loss(outputs[known], scaled[known], delta=0.5)
             return F.mse_loss(outputs[known], scaled[known])
         known = targets != 255
-        weights = np.float64(case.settings.get("class_weights", [1] * CLASSES))
+        usual = WEIGHTS if "loss" in case.settings else [1] * CLASSES
+        weights = np.float64(case.settings.get("class_weights", usual))
         smoothed = targets.double() * (1 - smoothing) + smoothing / 2
         weights = torch.from_numpy(weights).expand(outputs.shape)[known]
         pair = outputs[known], smoothed[known]

@@ -84,7 +84,7 @@ def test_whatever_is_no_literal_is_refused_in_one_line(arguments, said):
         ("augment", "kornia:RandomAfine(1)", "did you mean 'RandomAffine'?"),
         ("augment", "kornia:Xyz", "there are AutoAugment, "),
         ("augment", "kornia:RandomMixUpV2()", "RandomMixUpV2 is refused: it mixes samples"),
-        ("metric", "torchmetrics:AUROC", "Multiclass"),
+        ("metric", "torchmetrics:MulticlassROC", "MulticlassROC is refused: it gives a curve"),
         ("model", "smp:Unett()", "did you mean 'Unet'?"),
     ],
 )

@@ -219,6 +219,11 @@ from hpctrain.tasks.scores import Scores
 
 __all__ += ["Curves", "Residuals", "Scores", "plot_curves", "plot_values", "tallied"]
 
+# Metrics and losses of other libraries
+from hpctrain.tasks import library_metrics, losses
+
+__all__ += ["library_metrics", "losses"]
+
 
 def tallied(comm, tally, rows, measured):
     """Merge a tally of `rows` samples in blocks of 7, of which each rank adds some in turn.
