@@ -92,7 +92,8 @@ def require_unit(flag: str, images: Tensor) -> None:
     low, high = torch.stack(images.aminmax()).tolist()
     if not -ROUNDING <= low <= high <= 1 + ROUNDING:
         raise UsageError(
-            f"{flag} takes values in [0, 1], and was given values from {low:g} to {high:g}"
+            f"{flag} takes values in [0, 1], and was given values from {low:g} to {high:g}: a"
+            " transform before it returned them, or they are beyond --max-value"
         )
     if low < 0 or high > 1:
         images.clamp_(0, 1)

@@ -47,9 +47,16 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def as_flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings as flags of the command line: ``deterministic=True`` is --deterministic."""
+    """Settings as flags of the command line: ``deterministic=True`` is --deterministic, and a
+    tuple repeats its flag.
+    """
     found = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
-    return [flag if value is True else f"{flag}={value}" for flag, value in found.items()]
+    pairs = [
+        (flag, one)
+        for flag, value in found.items()
+        for one in (value if isinstance(value, tuple) else (value,))
+    ]
+    return [flag if value is True else f"{flag}={value}" for flag, value in pairs]
 
 
 def marked(mark: str) -> list[int]:
