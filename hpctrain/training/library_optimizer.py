@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +27,7 @@ from hpctrain.config.parts import Part, build_part, find_part, is_part, load_cla
 from hpctrain.errors import UsageError
 from hpctrain.parallel.message import Group, Message
 from hpctrain.training.optimizer import FUSED
-from hpctrain.training.optimizer_state import PREFIX, collect_state, restore_state
+from hpctrain.training.optimizer_state import PREFIX, collect_state, restore_state, without_compiler
 
 TIMM_MOMENTUM = 0.9  # of timm's create_optimizer_v2, for optimizers that have one
 #: Entries of a group that are settings of hpctrain's own, or change nothing of what is computed.
@@ -93,7 +95,8 @@ class Maker(NamedTuple):
             entries = {"params": parameters, "lr": rate * group.lr_scale, **group._asdict()}
             param_groups.append(entries)
         expected = [(group["lr_scale"], [*group["params"]]) for group in param_groups]
-        optimizer = self.make(param_groups, lr=rate)
+        with without_compiler():
+            optimizer = self.make(param_groups, lr=rate)
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             raise UsageError(f"{self.flag}: must return a torch.optim.Optimizer, not {kind}")
@@ -192,7 +195,11 @@ def view_members(message: Message) -> list[Member]:
 
 def guarded_step(flag: str, optimizer: Optimizer) -> Callable[[], Any]:
     """Return the optimizer's `step`; if it fails, the error is one line (OwnCodeError)."""
-    return Imported(f"{flag}: its step", optimizer.step, "").__call__
+    step = optimizer.step
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):  # its decorators import the compiler
+        step = torch.no_grad()(partial(inspect.unwrap(kind.step), optimizer))
+    return Imported(f"{flag}: its step", step, "").__call__
 
 
 def describe_defaults(optimizer: Optimizer) -> str:

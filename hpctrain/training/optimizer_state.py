@@ -15,8 +15,10 @@ by the tensors themselves, and compared with them.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ STRUCTURE = f"{PREFIX}structure"
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 PLAIN = (bool, int, float, str, type(None))
 LARGEST = 2**63 - 1
+DECORATED = ("add_param_group", "state_dict", "load_state_dict")
 Names = Mapping[Tensor, str]  # by parameter
 
 
@@ -41,7 +44,8 @@ def collect_state(optimizer: Optimizer, names: Names) -> dict[str, Tensor]:
     `names` are those of its parameters. Raises UsageError for state that is neither tensors,
     numbers, texts, types of tensors, None, nor tuples, lists or dicts of them.
     """
-    state = optimizer.state_dict()
+    with without_compiler():
+        state = optimizer.state_dict()
     in_order = parameter_names(optimizer, names)
     tensors: dict[str, Tensor] = {}
     by_parameter = {}
@@ -79,7 +83,8 @@ def restore_state(optimizer: Optimizer, names: Names, tensors: Mapping[str, Tens
     structure = json.loads(as_bytes(tensors[STRUCTURE]).numpy().tobytes())
     in_order = parameter_names(optimizer, names)
     unknown = [name for name in structure["parameters"] if name not in in_order]
-    groups = optimizer.state_dict()["param_groups"]
+    with without_compiler():
+        groups = optimizer.state_dict()["param_groups"]
     if unknown or len(groups) != len(structure["groups"]):
         raise ValueError(f"its optimizer has other parameters, such as {unknown[:1]}")
     saved: dict[Any, Any] = unpack(structure["others"], tensors)
@@ -92,14 +97,32 @@ def restore_state(optimizer: Optimizer, names: Names, tensors: Mapping[str, Tens
     ]
     beside = unpack(structure["beside"], tensors)
     try:
-        optimizer.load_state_dict({"state": dict(saved), "param_groups": numbered, **beside})
+        with without_compiler():
+            optimizer.load_state_dict({"state": dict(saved), "param_groups": numbered, **beside})
+            loaded = optimizer.state_dict()["state"]
     except Exception as error:  # code of a library or of the user's own may raise any
         raise ValueError(f"the optimizer does not take its state: {one_line(error)}") from error
-    loaded = optimizer.state_dict()["state"]
     for number in saved.keys() & loaded.keys() & {*range(len(in_order))}:
         for key, value in saved[number].items():
             loaded[number][key] = placed(value, loaded[number].get(key))
     check_restored(collect_state(optimizer, names), tensors)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let optimizers be made, saved and restored without torch's decorators in the block.
+
+    They import the compiler even if nothing is compiled. That takes longer than importing torch
+    itself, and makes a folder for its files.
+    """
+    decorated = {name: vars(Optimizer)[name] for name in DECORATED}
+    for name, method in decorated.items():
+        setattr(Optimizer, name, inspect.unwrap(method))
+    try:
+        yield
+    finally:
+        for name, method in decorated.items():
+            setattr(Optimizer, name, method)
 
 
 def check_restored(restored: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

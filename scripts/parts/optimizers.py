@@ -64,7 +64,7 @@ class Training:
     """A small network, trained by an optimizer that sees each of its parameters."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.model = nn.Sequential(
             nn.Conv2d(3, 16, 3, bias=False),
             nn.BatchNorm2d(16),

@@ -133,9 +133,9 @@ def test_a_run_is_not_resumed_with_another_optimizer(pack, tmp_path, other):
 
 
 def test_the_step_of_an_own_optimizer_that_fails_later_is_one_line(pack, tmp_path):
-    settings = pack | {"optimizer": f"{OWN}:FailsLater", "runs_dir": str(tmp_path)}
+    settings = pack | {"optimizer": f"{OWN}:FailsLater", "runs_dir": str(tmp_path), "epochs": 5}
     ended = launch(settings, 1)
-    assert ended.code == 1 and "\n" not in ended.error
+    assert ended.code == 2 and "\n" not in ended.error
     assert "FailsLater: its step failed: ValueError: 30 steps are enough" in ended.error
     assert "own_optimizers.py, line" in ended.error
 
