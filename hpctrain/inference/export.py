@@ -45,7 +45,8 @@ OF_NETWORK = ("hpctrain", "model", "task", "image_shape", "classes", "run", "ste
 KEPT = (*OF_NETWORK, "mean", "std", "normalization", "scale")
 INPUT = "images"  # name of the input
 COMPARED = 16  # images on which the file is compared with torch
-TOLERANCE = 1e-4  # relative to the largest output, or to 1 if that is smaller
+TOLERANCE = 1e-4  # relative to a column's largest output, or to 1 if that is smaller
+ROUNDING = 2 * torch.finfo(torch.float32).eps  # of outputs in the units of the data, relative
 
 
 class Preprocess(nn.Module):
@@ -132,9 +133,12 @@ def main(config: ExportConfig) -> int:
                 "nodata": nodata_text(network.scale),
             }
             metadata |= {"preprocess": config.preprocess, "output": network.inference.task.output}
-            expected = network_output(model, inputs, "fp32")
-            if last := network.inference.task.exported():
-                expected = last(expected)
+            outputs = network_output(model, inputs, "fp32")
+            expected = outputs
+            last = network.inference.task.exported()
+            allowed = Allowed(outputs, last)
+            if last:
+                expected = last(outputs)
                 model = nn.Sequential(model, last)
             if config.preprocess:
                 model = nn.Sequential(Preprocess(pipeline, network.scale), model)
@@ -144,7 +148,7 @@ def main(config: ExportConfig) -> int:
             size = file.seek(0, os.SEEK_END)
             run = open_file(file, output.suffix)
             counts = {len(images), fixed or 1}
-            difference = max(compare(run, inputs[:n], expected[:n]) for n in counts)
+            difference = max(compare(run, inputs[:n], expected[:n], allowed) for n in counts)
     except (Failure, OSError):
         raise
     except Exception as error:  # some classes of onnxruntime are not public
@@ -157,7 +161,8 @@ def main(config: ExportConfig) -> int:
     gives = f"{metadata['output']} {describe(expected, fixed)}"
     say(f"{output}: {size / 1e6:,.1f} MB, {takes} -> {gives}")
     say(
-        f"  differs from torch by at most {difference:.2g} on {len(images)} images of random values"
+        f"  differs from torch by at most {difference:.2g}{allowed.unit_name} on {len(images)}"
+        " images of random values"
     )
     return 0
 
@@ -234,15 +239,43 @@ def open_file(file: BinaryIO, suffix: str) -> Callable[[Tensor], np.ndarray]:
     return lambda images: np.asarray(session.run(None, {INPUT: images.numpy()})[0])
 
 
-def compare(run: Callable[[Tensor], np.ndarray], inputs: Tensor, expected: Tensor) -> float:
+class Allowed:
+    """By how much the output of a file may differ from a network's, by column of rows.
+
+    Differences are measured in the units of the network's outputs: of values, which `last` turns
+    into the units of the data, in standard deviations of their columns, so that those of small
+    units are not compared loosely. Images are compared as one column.
+    """
+
+    def __init__(self, outputs: Tensor, last: nn.Module | None) -> None:
+        """Take outputs of the network, (n, K) or images, and the module applied to them, if any."""
+        self.unit: np.ndarray = np.ones(())
+        self.unit_name = ""
+        self.largest = TOLERANCE * np.maximum(1, largest_by_column(outputs))
+        if last:
+            ones = torch.ones_like(outputs[:1], dtype=torch.float64)
+            (self.unit,) = (last(ones) - last(0 * ones)).abs().numpy()
+            self.unit_name = " standard deviations"
+            self.largest += ROUNDING * largest_by_column(last(outputs)) / self.unit
+
+
+def largest_by_column(outputs: Tensor) -> np.ndarray:
+    """Return the largest absolute value of each column, (K,) float64, or of images, ()."""
+    values = outputs.double().abs().numpy()
+    return np.asarray(values.max(axis=0 if values.ndim == 2 else None))
+
+
+def compare(
+    run: Callable[[Tensor], np.ndarray], inputs: Tensor, expected: Tensor, allowed: Allowed
+) -> float:
     """Return the largest difference of a file's output from `expected`. Raises RunError."""
     output = run(inputs).astype(np.float64)
-    of_torch = expected.double().numpy()
-    limit = TOLERANCE * max(1.0, np.abs(of_torch).max())
-    largest = float(np.abs(output - of_torch).max())  # NaN if one of them is
-    if not largest <= limit:
+    differences = np.abs(output - expected.double().numpy()) / allowed.unit
+    is_more = ~(differences <= allowed.largest)  # also NaN
+    if is_more.any():
+        limits = np.broadcast_to(allowed.largest, differences.shape)
         raise RunError(
-            f"the file's output differs from the network's by {largest:.3g}, more than"
-            f" {limit:.3g}: it is not kept"
+            f"the file's output differs from the network's by {differences[is_more][0]:.3g}"
+            f"{allowed.unit_name}, more than {limits[is_more][0]:.3g}: it is not kept"
         )
-    return largest
+    return float(differences.max())

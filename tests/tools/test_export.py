@@ -158,6 +158,22 @@ def test_a_file_that_is_not_the_network_is_not_kept(tmp_path, name, suffix, text
         assert export(*words, "--batch-size", "2").code == 0
 
 
+def test_values_of_small_units_are_compared_in_deviations_of_their_columns(tmp_path):
+    """Of 0.01 deviations a file differs; in the units of the data that is 1e-6."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (16, 8, 8, 1), np.uint8)
+    values = rng.normal(size=(16, 2)) * 1e-4 + [1000, 0]
+    hp.write_pack(tmp_path / "a.h5", {"train": (images, values)}, columns=["large", "small"])
+    words = ["--task", "regress", "--model"]
+    for name, text in (
+        ("exported_with_an_error", "by 0.01 standard deviations, more than 0.0"),
+        ("OneLayer", "differs from torch by at most "),
+    ):
+        run = train_once(tmp_path / "a.h5", *words, f"tests.support.nets:{name}", run=name)
+        ended = export(run, tmp_path / f"{name}.onnx", "--trust-code")
+        assert text in (ended.err if ended.code else ended.out)
+
+
 def test_an_existing_file_stays(trained, tmp_path):
     there = tmp_path / "there.onnx"
     there.write_text("mine")
