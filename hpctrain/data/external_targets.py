@@ -29,9 +29,8 @@ from hpctrain.data.target_rows import (
     mark_unknown,
 )
 from hpctrain.data.targets import TargetKind, Targets
-from hpctrain.errors import UsageError
 from hpctrain.tasks.facts import task_that_learns
-from hpctrain.text import listed
+from hpctrain.text import counted, listed
 
 # Attributes of netCDF
 SCALE_ATTRIBUTES = ("scale_factor", "add_offset", "_Unsigned")
@@ -236,12 +235,7 @@ def check_known(path: str, targets: Targets, entries: np.ndarray) -> list[str]:
     classes that no known entry has, or all have.
     """
     unknown = np.count_nonzero(targets.is_unknown(entries), axis=0)
-    never_known = unknown == len(entries)
-    for column in np.flatnonzero(never_known)[:1].tolist():
-        raise UsageError(
-            f"{path}: {targets.names[column]} is unknown in all {len(entries):,} images, as"
-            f" {int(never_known.sum()):,} of {len(targets.names):,} columns are: leave it out"
-        )
+    targets.check_known(path, len(entries) - unknown, counted(len(entries), "training image"))
     notes = list[str]()
     if unknown.any():
         texts = [

@@ -226,7 +226,12 @@ class Scale(NamedTuple):
         return self.low < -ROUNDING * self.high
 
     def is_unlike(self, other: Scale) -> bool:
-        """Whether one input has much larger values than the other, or alone has negative ones."""
+        """Whether one input has much larger values than the other, or alone has negative ones.
+
+        Images that are 0 everywhere are like all others, as are those of smaller values by channel.
+        """
+        if self.low == self.high == 0:
+            return False
         if self.is_signed != other.is_signed:
             return True
         return max(self.reach, other.reach) > UNLIKE * min(self.reach, other.reach)

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hpctrain.text import counted, printable
+from hpctrain.errors import UsageError
+from hpctrain.text import brief, counted, listed, printable
 
 TargetKind = Literal["class", "classes", "values"]
 
@@ -106,6 +107,16 @@ class Targets(NamedTuple):
         if self.kind == "values":
             return np.isnan(targets)
         return (targets == UNKNOWN) & (self.kind == "classes")
+
+    def check_known(self, source: str, counts: np.ndarray, images: str) -> None:
+        """Raise UsageError for classes or columns of which nothing is known in any image.
+
+        counts: of how many images each is known, (K,); images: how many there are, in words.
+        """
+        names = [brief(self.names[number]) for number in np.flatnonzero(counts == 0)]
+        if names:
+            never_known = f"{self.noun} {listed(names, 3)} is unknown in all {images}"
+            raise UsageError(f"{source}: {never_known}: leave it out, or give some of its targets")
 
     def is_invalid(self, targets: np.ndarray) -> np.ndarray:
         """Return which entries (n, ...) targets of this kind cannot have."""

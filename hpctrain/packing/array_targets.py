@@ -223,12 +223,8 @@ def _refuse(
 
 def _refuse_unknown(targets: Targets, train: np.ndarray) -> None:
     """Raise UsageError if all entries of a class or a column in train are unknown."""
-    lacking = np.flatnonzero(targets.is_unknown(train).all(axis=0)).tolist()
-    if lacking:
-        raise UsageError(
-            f"labels of train are unknown in all {len(train):,} rows for"
-            f" {listed([targets.names[column] for column in lacking])}: leave it out, or give some"
-        )
+    counts = np.count_nonzero(~targets.is_unknown(train), axis=0)
+    targets.check_known("labels of train", counts, counted(len(train), "image"))
 
 
 def _describe_unknown(targets: Targets, rows: Mapping[str, np.ndarray]) -> list[str]:

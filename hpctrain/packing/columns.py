@@ -36,6 +36,8 @@ SEPARATOR = ";"
 UNKNOWN_MARK = "?"
 OTHER_SEPARATORS = (",", "|", "/")
 MISSING = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "none")  # in lower case
+#: Names that may stand for an image without any class, as may those of `MISSING`; in lower case.
+WITHOUT_CLASS = ("no finding", "no findings", "no class", "normal", "negative", "nothing")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 SMALLEST = float(np.finfo(np.float32).tiny)  # smaller ones lose digits
 LARGEST = float(np.finfo(np.float32).max)
@@ -129,7 +131,14 @@ class ClassCells:
     def make(self) -> TableTargets:
         """Return the classes, (N,) int32."""
         classes, rows = number_names(self._labels)
-        return TableTargets(Targets("class", classes), rows, class_notes(self._spellings))
+        notes = class_notes(self._spellings)
+        strange = [name for name in classes if name.lower() in MISSING]
+        if strange:
+            notes.append(
+                f"classes like any others: {listed_names(strange)}; leave out the lines of images"
+                " whose class is unknown"
+            )
+        return TableTargets(Targets("class", classes), rows, notes)
 
 
 class ClassesCells:
@@ -214,6 +223,12 @@ class ClassesCells:
             notes.append(
                 "each image has exactly one class: to classify images, name the column label"
             )
+        strange = [name for name in classes if name.lower() in (*MISSING, *WITHOUT_CLASS)]
+        if strange:
+            notes.append(
+                f"classes like any others: {listed_names(strange)}; for an image that has none of"
+                " the classes, leave the cell empty"
+            )
         for separator in OTHER_SEPARATORS:
             joined = [name for name in classes if separator in name]
             if joined:
@@ -262,9 +277,9 @@ class ValueCells:
             count = counted(len(self._wrong), "cell")
             raise UsageError(f"{self._path} has {count} that cannot be a target: {shown}: {advice}")
         rows = np.array(self._values).reshape(-1, len(self.names)).astype(np.float32)
-        empty = [name for name, column in zip(self.names, rows.T, strict=True) if is_empty(column)]
-        if empty:
-            raise UsageError(f"{self._path}: all values of {listed_names(empty)} are unknown")
+        targets = Targets("values", self.names)
+        counts = np.count_nonzero(~np.isnan(rows), axis=0)
+        targets.check_known(self._path, counts, counted(len(rows), "image"))
         rounded = [
             f"{brief(name)} ({counted(count, 'value')})"
             for name, count in self._rounded.items()
@@ -286,7 +301,7 @@ class ValueCells:
                 " if they say which classes an image has, list these in a column labels, as a;b,"
                 " and ?a where it is unknown"
             )
-        return TableTargets(Targets("values", self.names), rows, notes)
+        return TableTargets(targets, rows, notes)
 
 
 def split_cell(cell: str) -> list[str]:
@@ -307,11 +322,6 @@ def read_number(text: str) -> float:
     if abs(value) > LARGEST or 0 < abs(value) < SMALLEST:
         return math.inf
     return value
-
-
-def is_empty(column: np.ndarray) -> bool:
-    """Whether all values (N,) are unknown."""
-    return bool(np.isnan(column).all())
 
 
 def is_binary(column: np.ndarray) -> bool:

@@ -378,14 +378,8 @@ def check_train(source: Source, train: np.ndarray) -> None:
         raise UsageError(f"{source.name} has no image for train: all are in other splits")
     if source.targets.kind == "class":
         return
-    is_unknown = source.targets.is_unknown(source.target_rows[train])
-    noun = source.targets.noun
-    for number in np.flatnonzero(is_unknown.all(axis=0))[:1].tolist():
-        raise UsageError(
-            f"{noun} {brief(source.targets.names[number])} of {source.name} is unknown for all"
-            f" {len(train):,} images of train: give train a larger share, or leave it out of the"
-            " table"
-        )
+    counts = np.count_nonzero(~source.targets.is_unknown(source.target_rows[train]), axis=0)
+    source.targets.check_known(source.name, counts, counted(len(train), "image") + " of train")
 
 
 def merge_groups(one: np.ndarray, other: np.ndarray) -> np.ndarray:

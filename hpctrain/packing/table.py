@@ -7,6 +7,7 @@ from rich.table import Column, Table
 
 from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
+from hpctrain.data.targets import Targets
 from hpctrain.report.console import make_console
 from hpctrain.text import bytes_text, counted, say
 
@@ -28,21 +29,28 @@ def print_table(pack: Pack) -> None:
 
 
 def make_table(pack: Pack) -> Table:
-    """Return a table by class or column, and split. Reads all targets.
+    """Return a table by class or column, and split. Reads all targets once.
 
     A class has its number of images, of several classes those that are known to have it; a column
     of values has their range and mean. Unknown entries are counted in a column of their own, if
     there are some.
     """
-    cells = count_by_class
+    total = TargetCounts(pack.targets)
+    columns: dict[str, list[str]] = {}
+    for name in pack.splits:
+        counts = TargetCounts(pack.targets)
+        with Split(pack, name, threads=1) as split:
+            for targets in split.read_all_targets():
+                counts.add(targets)
+        columns[name] = counts.cells()
+        total.merge(counts)
+    columns["all"] = total.cells()
     if pack.targets.kind == "values":
-        cells = ranges_of_columns
-    columns = cells(pack)
+        columns["mean"] = total.means()
+    if total.unknown.any():
+        columns["unknown"] = [f"{count:,}" for count in total.unknown.tolist()]
     samples = [info.samples for info in pack.splits.values()]
     totals = [f"{count:,}" for count in (*samples, sum(samples))]
-    unknown = count_unknown(pack)
-    if unknown.any():
-        columns["unknown"] = [f"{count:,}" for count in unknown.tolist()]
     totals += [""] * (len(columns) - len(totals))
     table = Table(pack.targets.noun, *(Column(name, justify="right") for name in columns))
     if len(pack.targets.names) < NAMES_SHOWN:
@@ -52,53 +60,46 @@ def make_table(pack: Pack) -> Table:
     return table
 
 
-def count_by_class(pack: Pack) -> dict[str, list[str]]:
-    """Return the number of images of each class, by split, and of all."""
-    counts: dict[str, np.ndarray] = {}
-    for name in pack.splits:
-        with Split(pack, name, threads=1) as split:
-            counts[name] = split.count_classes()
-    counts["all"] = np.sum([*counts.values()], axis=0)
-    return {name: [f"{count:,}" for count in row] for name, row in counts.items()}
+class TargetCounts:
+    """How many images have each class, or the known values of each column, and what is unknown."""
 
+    def __init__(self, targets: Targets) -> None:
+        count = len(targets.names)
+        self._targets = targets
+        self._known = np.zeros(count, np.int64)  # of a class, images that have it
+        self.unknown = np.zeros(count, np.int64)
+        self._low = np.full(count, np.nan)
+        self._high = np.full(count, np.nan)
+        self._sums = np.zeros(count)
 
-def ranges_of_columns(pack: Pack) -> dict[str, list[str]]:
-    """Return the range of the known values of each column, by split, and of all; and their mean."""
-    ranges: dict[str, np.ndarray] = {}  # (2, T)
-    sums = np.zeros(len(pack.targets.names))
-    counts = np.zeros(len(pack.targets.names), np.int64)  # of known values
-    for name in pack.splits:
-        pieces = list[np.ndarray]()
-        with Split(pack, name, threads=1) as split:
-            for piece in split.read_all_targets():
-                pieces.append(smallest_and_largest(piece))
-                sums += np.nansum(piece, axis=0, dtype=np.float64)
-                counts += np.count_nonzero(~np.isnan(piece), axis=0)
-        ranges[name] = smallest_and_largest(np.concatenate(pieces))
-    ranges["all"] = smallest_and_largest(np.concatenate([*ranges.values()]))
-    cells: dict[str, list[str]] = {}
-    for name, (low, high) in ranges.items():
-        cells[name] = [
-            "unknown" if np.isnan(a) else f"{a:g} to {b:g}" for a, b in zip(low, high, strict=True)
+    def add(self, targets: np.ndarray) -> None:
+        """Add the targets (n, ...) of some images."""
+        self._known += self._targets.count_known(targets)
+        if self._targets.kind == "class":
+            return
+        self.unknown += self._targets.is_unknown(targets).sum(axis=0)
+        if self._targets.kind == "values":
+            self._low = np.fmin(self._low, np.fmin.reduce(targets, initial=np.nan))
+            self._high = np.fmax(self._high, np.fmax.reduce(targets, initial=np.nan))
+            self._sums += np.nansum(targets, axis=0, dtype=np.float64)
+
+    def merge(self, other: TargetCounts) -> None:
+        """Add those of another split."""
+        self._known += other._known
+        self.unknown += other.unknown
+        self._low = np.fmin(self._low, other._low)
+        self._high = np.fmax(self._high, other._high)
+        self._sums += other._sums
+
+    def cells(self) -> list[str]:
+        """Return the number of each class, or the range of each column, as text."""
+        if self._targets.kind != "values":
+            return [f"{count:,}" for count in self._known.tolist()]
+        return [
+            "unknown" if np.isnan(low) else f"{low:g} to {high:g}"
+            for low, high in zip(self._low, self._high, strict=True)
         ]
-    cells["mean"] = [f"{mean:g}" for mean in sums / np.maximum(counts, 1)]
-    return cells
 
-
-def smallest_and_largest(values: np.ndarray) -> np.ndarray:
-    """Return the smallest and the largest of values (n, T) by column, (2, T): NaN of none."""
-    low = np.fmin.reduce(values, axis=0, initial=np.nan)
-    high = np.fmax.reduce(values, axis=0, initial=np.nan)
-    return np.array([low, high])
-
-
-def count_unknown(pack: Pack) -> np.ndarray:
-    """Return the number of unknown entries of each class or column, (K,) int64."""
-    counts = np.zeros(len(pack.targets.names), np.int64)
-    if pack.targets.kind == "class":
-        return counts
-    for name in pack.splits:
-        with Split(pack, name, threads=1) as split:
-            for piece in split.read_all_targets():
-                counts += pack.targets.is_unknown(piece).sum(axis=0)
-    return counts
+    def means(self) -> list[str]:
+        """Return the mean of the known values of each column, as text."""
+        return [f"{mean:g}" for mean in self._sums / np.maximum(self._known, 1)]

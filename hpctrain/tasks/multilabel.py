@@ -72,12 +72,8 @@ class Multilabel(EntriesTask):
         weights = settings["class_weights"]
         names = train.pack.targets.names
         absent, present = count_entries(train)
-        unknown = [names[k] for k in np.flatnonzero(absent + present == 0)]
-        if unknown:
-            raise UsageError(
-                f"{train.pack.path}: class {listed(unknown, 3)} is unknown in all"
-                f" {counted(len(train), 'training image')}: pack without it"
-            )
+        images = counted(len(train), "training image")
+        train.pack.targets.check_known(train.pack.path, absent + present, images)
         if weights is None:
             return ()
         setting = f"--class-weights {brief(weights)}"

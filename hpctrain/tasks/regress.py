@@ -79,6 +79,13 @@ class Regress(EntriesTask):
         return {**measured, "target_scaling": scaling}
 
     @classmethod
+    def init_note(cls, metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+        before, now = (describe_units(values) for values in (metadata, settings))
+        if before == now:
+            return ""
+        return f"its outputs, which are kept, were {before}; here they are {now}"
+
+    @classmethod
     def describe_measured(cls, measured: Measured) -> dict[str, str]:
         mean, std = map(listed_numbers, measured["target_scaling"])
         return {**super().describe_measured(measured), "values": f"mean {mean}; std {std}"}
@@ -229,15 +236,20 @@ def measure_columns(train: Split) -> TargetScaling:
     statistics = ChannelStatistics(len(names), nodata=math.nan)
     for values in train.read_all_targets():
         statistics.add(values)
-    for name, count, low, high in zip(
-        names, statistics.count, statistics.low, statistics.high, strict=True
-    ):
-        images = counted(len(train), "training image")
-        if count == 0:
-            raise UsageError(f"{path}: {name} is unknown in all {images}: leave it out")
+    images = counted(len(train), "training image")
+    train.pack.targets.check_known(path, np.array(statistics.count), images)
+    for name, low, high in zip(names, statistics.low, statistics.high, strict=True):
         if low == high:
             raise UsageError(
                 f"{path}: {name} is {low:g} in all {images} that have it, without deviation:"
                 " leave it out"
             )
     return statistics.mean_and_std()
+
+
+def describe_units(settings: Mapping[str, Any]) -> str:
+    """Return the units of a network's outputs in words."""
+    if settings["target_scale"] == "none":
+        return "in the units of the data"
+    mean, std = map(listed_numbers, settings["target_scaling"])
+    return f"standardized by mean {mean}; std {std}"

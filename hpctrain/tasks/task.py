@@ -173,6 +173,15 @@ class Task(ABC):
         return ""
 
     @classmethod
+    def init_note(cls, metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+        """Return a note if outputs of a network, kept by --init, were in other units, or "".
+
+        metadata: of its file, a network of this task for the same names; settings: those of this
+        run, with what is measured.
+        """
+        return ""
+
+    @classmethod
     def describe_measured(cls, measured: Measured) -> dict[str, str]:
         """Return what `measure` returned as lines of the plan, by their names."""
         return {"class weights": listed_numbers(measured["class_weights"]) or "none"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -148,7 +149,7 @@ def make_network(
         str(init or ""),
         scale_note(init, pack),
         split_note(init, pack),
-        outputs_note(init, pack, config.task),
+        outputs_note(init, pack, {**vars(config), **measured}),
         why,
         kind.measured_note(vars(config), measured),
         rounding_note(config, normalization, pack),
@@ -240,13 +241,17 @@ def split_note(init: InitialWeights | None, pack: Pack) -> str:
     )
 
 
-def outputs_note(init: InitialWeights | None, pack: Pack, task: str) -> str:
+def outputs_note(init: InitialWeights | None, pack: Pack, settings: Mapping[str, Any]) -> str:
     """Return a note if the outputs of --init, which are kept, had another meaning, or ""."""
     if init is None or init.fresh or "task" not in init.metadata:
         return ""
     metadata = init.metadata
+    task = settings["task"]
     names = tuple(metadata.get("columns") or metadata["classes"])
-    if (metadata["task"], names) == (task, pack.targets.names) or not FACTS[task].targets:
+    if (metadata["task"], names) == (task, pack.targets.names):
+        note = task_class(task).init_note(metadata, settings)
+        return note and f"--init {init.path}: {note}"
+    if not FACTS[task].targets:
         return ""
     return (
         f"--init {init.path}: its outputs, which are kept, were those of --task {metadata['task']}"

@@ -339,7 +339,7 @@ REFUSED = {  # kind, targets, and what the line says
     "all unknown": (
         "classes",
         changed(CLASSES, (slice(None), 1), 255),
-        "y[1] is unknown in all 211 images, as 1 of 3 columns are",
+        "y[1] is unknown in all 211 training images: leave it out",
     ),
     "no value": ("values", changed(VALUES, slice(None), np.nan), "as 2 of 2 columns are"),
     "transposed": ("values", VALUES.T, "file['/y'][:].T"),

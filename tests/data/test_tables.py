@@ -119,6 +119,20 @@ def test_names_that_look_like_lists_and_many_classes_are_said(write, tmp_path, c
     assert "1,502 classes: the targets of all images take 4.4 KiB" in said
 
 
+@pytest.mark.parametrize(
+    ("column", "names", "advice"),
+    [
+        ("labels", "No Finding, nan", "leave the cell empty"),
+        ("label", "nan", "leave out the lines of images whose class is unknown"),
+    ],
+)
+def test_names_that_stand_for_no_class_are_said(write, tmp_path, capfd, column, names, advice):
+    text = f"path,{column}\n{{}},a\n{{}},No Finding\n{{}},nan\n{{}},b\n"
+    make_pack(write(text), tmp_path / "a.h5", split="1")
+    said = capfd.readouterr().err
+    assert f"classes like any others: {names}; " in said and advice in said
+
+
 def test_that_each_image_has_one_class_is_said(write, tmp_path, capfd):
     make_pack(write("path,labels\n{},a\n{},b\n"), tmp_path / "a.h5", split="1")
     assert "each image has exactly one class: " in capfd.readouterr().err
@@ -275,7 +289,7 @@ def test_classes_that_a_split_lacks_are_said_and_train_has_values(write, tmp_pat
     swapped = text.replace("1,train", ",train").replace("a;b", "a;?c").replace("},a,", "},a;?c,")
     for name, settings in {"column n": {"targets": "n"}, "class c": {}}.items():
         said = refusal(write(swapped), **settings)
-        assert name in said and "unknown for all 2 images of train" in said
+        assert name in said and "unknown in all 2 images of train" in said
     for settings in KINDS.values():
         assert "no image for train" in refusal(write(text.replace("train", "test")), **settings)
 

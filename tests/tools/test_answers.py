@@ -109,6 +109,20 @@ def test_outputs_of_first_weights_with_another_meaning_are_named(runs, tmp_path,
         assert (text in " ".join(capfd.readouterr().out.split())) == is_named
 
 
+def test_first_weights_of_values_in_other_units_are_named(runs, tmp_path, capfd):
+    """Of the same columns: of other images, and of the same."""
+    for seed, scale, text in (
+        (5, "std", "were standardized by mean 1"),
+        (0, "std", ""),
+        (0, "none", "; here they are in the units of the data"),
+    ):
+        data = write(tmp_path / f"{seed}{scale}.h5", "regress", seed=seed)
+        settings = {"init": runs["regress"], "run": f"{seed}{scale}", "progress": "plain"}
+        train(tmp_path, data, task="regress", target_scale=scale, **settings)
+        said = " ".join(capfd.readouterr().out.split())
+        assert ("outputs, which are kept" in said) == bool(text) and text in said
+
+
 @pytest.mark.parametrize("task", ["classify", "multilabel", "regress"])
 def test_an_hdf5_file_of_answers_has_the_rows_of_the_images(runs, tmp_path, task):
     images = images_of(11, 5)
