@@ -341,7 +341,11 @@ REFUSED = {  # kind, targets, and what the line says
         changed(CLASSES, (slice(None), 1), 255),
         "y[1] is unknown in all 211 training images: leave it out",
     ),
-    "no value": ("values", changed(VALUES, slice(None), np.nan), "as 2 of 2 columns are"),
+    "no value": (
+        "values",
+        changed(VALUES, slice(None), np.nan),
+        "y[0], y[1] is unknown in all 211",
+    ),
     "transposed": ("values", VALUES.T, "file['/y'][:].T"),
     "too few": ("classes", CLASSES[:-1], "(210, 3), and 211 images need (211,) or (211, K)"),
     "three axes": ("values", VALUES[:, None], "(211, 1, 2)"),

@@ -403,7 +403,8 @@ def test_values_far_from_those_of_the_training_are_said(tmp_path, capfd, case):
     """A picture may be dark, black or bright; or its values are divided by something."""
     stored, max_value, _, _ = NETWORKS[case]
     network = train_on(tmp_path, stored, max_value=max_value)
-    for factor, is_noted in ((1, False), (1 / 3, False), (1 / 17, True), (0, False), (5, True)):
+    factors = {1: False, 1 / 3: False, 1 / 17: True, 0: False, 3: False, 5: True}
+    for factor, is_noted in factors.items():
         images = (stored * factor).astype(stored.dtype)
         capfd.readouterr()
         network.predict(images)
