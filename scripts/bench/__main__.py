@@ -17,6 +17,7 @@ from scripts.bench.harness import print_machine
 from scripts.bench.packing import measure_packing
 from scripts.bench.reading import measure_data
 from scripts.bench.training import compare_training, measure_tree
+from scripts.bench.transforming import measure_transforms
 
 CASES = {
     "digits": compare_training,
@@ -24,6 +25,7 @@ CASES = {
     "tree": measure_tree,
     "data": measure_data,
     "pack": measure_packing,
+    "transforms": measure_transforms,
 }
 
 
