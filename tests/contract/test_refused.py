@@ -304,6 +304,15 @@ TRAINING = """
 --data good.h5 --model tests.support.nets.OneLayer | --model tests.support.nets.OneLayer
 --data good.h5 --model a:b:c | --model a:b:c
 --data good.h5 --model timm:no_such_network | --model timm:no_such_network
+--data good.h5 --model timm:test_resnet(num_classes=3) | hpctrain gives num_classes
+--data good.h5 --model timm:test_resnet(pretrained=True) | pretrained is refused
+--data good.h5 --model smp:Unet(encoder_name=a/b) | 'encoder_name=a/b' b
+--data good.h5 --augment kornia:RandomAfine() | --augment kornia:RandomAfine() 'RandomAffine'
+--data good.h5 --augment kornia:RandomAffine( | --augment kornia:RandomAffine( argument=value
+--data good.h5 --loss kornia:RandomAffine() | --loss no parts of kornia torch:
+--data good.h5 --metric torchmetrics:ROC | --metric torchmetrics:ROC refused
+--data good.h5 --optimizer timm:lamb | --optimizer timm:lamb needs --lr
+--data good.h5 --optimizer adma | --optimizer adma 'adam'
 --data good.h5 --model tests.support.nets:Remembering | Remembering
 --data good.h5 --model broken_network:without | without parameters
 --data good.h5 --model broken_network:nothing | nothing NoneType
