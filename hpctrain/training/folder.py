@@ -39,7 +39,7 @@ def make_run_folder(run: Run, lock: RunLock) -> Path:
     folder is created atomically; an existing one is never reused.
     """
     runs = Path(run.config.runs_dir)
-    model = Path(run.plan.model).name.replace(":", ".")
+    model = Path(run.plan.model.partition("(")[0]).name.replace(":", ".")  # without arguments
     base = run.config.run or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)

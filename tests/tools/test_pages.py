@@ -42,7 +42,6 @@ NOT_RUN = {
     r"--config scripts/recipes": "trains a ResNet-50",
     r"--device cuda|--cuda-graphs|--reduce|--precision": "needs a GPU",
     r"--worker-load": "needs a number of ranks",
-    r"--run parts": "not all of its parts can be computed yet",
     r"hpctrain watch .*--web": "ends with Ctrl-C only",
     r"hpctrain stop": "needs a run in progress",
     r"hpctrain (sweep|.*--best)": "trains many networks: test_sweep_whole.py",
@@ -109,8 +108,8 @@ def write_files(page):
     for kind, block in BLOCK.findall(page.read_text()):
         if kind in ("python", "toml") and (named := re.match(r"# (\w+\.(py|toml))\n", block)):
             Path(named[1]).write_text(smaller(block))
-        elif kind in ("", "python") and re.search("^def ", block, re.MULTILINE):
-            with contextlib.suppress(ImportError):
+        elif kind in ("", "python") and re.search("^(def|class) ", block, re.MULTILINE):
+            with contextlib.suppress(ImportError, NameError):
                 exec(block, {})
                 functions += block
     for name in ("mine.py", "mynets.py"):
