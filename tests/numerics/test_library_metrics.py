@@ -256,7 +256,7 @@ def test_what_rank_0_cannot_hold_is_refused_with_what_helps(comm):
         ("MulticlassAUROC(num_classes=5)", "class", "hpctrain gives num_classes: leave it out"),
         ("MulticlassAUROC(ignore_index=0)", "class", "hpctrain gives ignore_index"),
         (
-            "MulticlassAUROC(avrage=none)",
+            "MulticlassAUROC(avrage=None)",
             "class",
             "avrage.*it is MulticlassAUROC\\(num_classes, av",
         ),
