@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib.metadata
 import inspect
 import re
-import sys
 import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -262,8 +262,11 @@ def read_table() -> dict[tuple[str, str], NamesOfLibrary]:
 
 
 def version_of(package: str) -> str:
-    """Return the version of a package that was imported."""
-    return str(getattr(sys.modules.get(package), "__version__", "of an unknown version"))
+    """Return the version of a package that is installed; it need not be imported yet."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
 
 
 def _check_name(part: Part) -> None:

@@ -5,6 +5,7 @@ That all raise what one finds wrong is asserted wherever a run is refused (tests
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import sys
@@ -168,6 +169,16 @@ def test_ranks_of_other_versions_are_refused(comm, settings, monkeypatch, packag
         monkeypatch.setattr(sys.modules[package], "__version__", "0.0.7")
     with pytest.raises(hp.UsageError, match=f"the version of {package} differs .* 0.0.7 on rank 2"):
         hp.train(**settings)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_of_other_versions_of_the_library_of_a_part_are_refused(comm, settings, monkeypatch):
+    """Before it is imported, which a rank may have done for another run."""
+    if comm.rank == LAST:
+        monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.7")
+    part = {"optimizer": "torch:NAdam()", "lr": 0.001}
+    with pytest.raises(hp.UsageError, match=r"torch differs between ranks: .* 0.0.7 on rank 2"):
+        hp.train(**settings | part)
 
 
 @pytest.mark.ranks(3)
