@@ -31,7 +31,7 @@ class DeclareOperators(MetaPathFinder):
         self.library = torch.library.Library("torchvision", "DEF")
         for name in OPERATORS:
             self.library.define(name + ARGUMENTS)
-        sys.modules["torchvision._declared_operators"] = self  # else they end with it
+        sys.modules["_declared_operators"] = self  # else they end with it
 
 
 sys.meta_path.insert(0, DeclareOperators())
