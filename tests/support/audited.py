@@ -84,6 +84,9 @@ def put_shadows(folder):
 
 def main(setting, library, folder):
     judge = importlib.import_module(f"scripts.parts.{JUDGES[setting]}")
+    if setting == "metric":  # torchmetrics imports it where it is there; it makes a cache of fonts
+        with contextlib.suppress(ImportError):
+            importlib.import_module("matplotlib.pyplot")
     sys.addaudithook(audit)
     warnings.simplefilter("ignore")
     with audited("import"):
