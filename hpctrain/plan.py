@@ -125,6 +125,8 @@ class Plan:
         """Return its fields by name, and what is measured beside them, as in its file."""
         fields = dataclasses.asdict(self)
         measured: Measured = fields.pop("measured")
+        if self.augment_range is None:  # a plan without it is as those before there was one
+            del fields["augment_range"]
         return fields | measured
 
     def digest(self) -> str:
@@ -136,7 +138,7 @@ class Plan:
         del fields["chosen"]
         for field in dataclasses.fields(self):
             if field.name != "version" and fields.get(field.name) == field.default:
-                del fields[field.name]
+                fields.pop(field.name, None)
         return _digest(fields)
 
     def to_json(self) -> str:
