@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 
 import hpctrain as hp
 from scripts.parts import to_toml
 from tests.support.api import find_part, own_functions, parts, require_trust
+from tests.support.launch import run
 
 
 @pytest.mark.parametrize(
@@ -189,3 +191,12 @@ def test_the_table_is_as_it_is_written_and_names_each_part_once():
         assert parts.is_part(setting, text)
     assert parts.MODULES.keys() == parts.EXAMPLES.keys()
     assert find_part("metric", "torchmetrics:MulticlassAUROC").direction == "max"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("setting", parts.MODULES)
+def test_the_table_is_as_its_judge_says(setting):
+    """All classes of the installed libraries are tried anew."""
+    ended = run([sys.executable, "-m", "scripts.parts", setting], timeout=1750)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
