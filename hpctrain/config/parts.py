@@ -87,6 +87,7 @@ REFUSED_OF_NETWORKS = {"weights": REFUSED_ARGUMENTS["pretrained*"]}
 TABLE = Path(__file__).with_name("parts.toml")
 LONGEST = 1000  # characters of a part
 NAME = re.compile(r"(?P<name>[A-Za-z_]\w*(?:\.\w+)*)(?:\((?P<arguments>.*)\))?", re.ASCII)
+PLAIN = (bool, int, float, str)
 NO_WORDS = {"true": "True", "false": "False", "none": "None", "null": "None"}
 
 
@@ -351,6 +352,8 @@ def _literal(node: ast.expr) -> Any:
             return list(map(_literal, elements))
         case ast.Dict(keys=keys, values=values) if None not in keys:
             names = [_literal(key) for key in keys if key is not None]
+            if any(not isinstance(name, PLAIN) for name in names):
+                raise ValueError("keys of a dict are numbers and texts")
             return dict(zip(names, map(_literal, values), strict=True))
     raise ValueError(f"{brief(ast.unparse(node), 60)} is no literal (quote texts, as in 'a-b')")
 

@@ -250,6 +250,8 @@ class LibraryMetric:
 
     def named(self, values: Sequence[Tensor | None]) -> dict[str, float]:
         """Return the figures by name from what was computed."""
+        if [*values] == [None]:
+            return dict.fromkeys(self.figures, math.nan)
         numbers: list[float] = []
         for value in values:
             numbers += [math.nan] if value is None else value.double().flatten().tolist()
@@ -613,8 +615,13 @@ def other_name(part: Part, prefix: str) -> str:
 
 
 def all_classes(sample: Sample) -> list[Sample]:
-    """Return the probabilities of all classes, and the targets."""
-    return [sample]
+    """Return the probabilities of all classes, and the targets.
+
+    Of several classes, samples of which none is known are left out: torchmetrics counts them.
+    """
+    if sample.targets.dim() == 1:
+        return [sample]
+    return [sample.take((sample.targets != IGNORED).any(1))]
 
 
 def last_class(sample: Sample) -> list[Sample]:

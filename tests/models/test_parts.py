@@ -67,6 +67,8 @@ def refusal(setting, text):
         ("(p=b'x')", "is no literal"),
         ("(p={1, 2})", "is no literal"),
         ("(p={**x})", "is no literal"),
+        ("(p={[1]: 2})", "keys of a dict are numbers and texts"),
+        ("(p={(1, [2]): 2})", "keys of a dict are numbers and texts"),
         ("(*x)", "*x is no literal"),
         ("(**{'p': 1})", "** is not for arguments of parts"),
         ("(p='\\d')", "invalid escape sequence"),

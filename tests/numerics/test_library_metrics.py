@@ -163,6 +163,23 @@ def test_unknown_entries_of_classes_are_left_out(comm):
 
 
 @ON_RANKS
+@pytest.mark.parametrize("left", [0, 20])
+def test_samples_of_which_no_class_is_known_are_left_out(comm, left):
+    """Also if it is none that is left: figures by class, too, are NaN then."""
+    predictions, targets = draw("classes", 61, 4)
+    targets[left:] = 255
+    texts = ["MultilabelExactMatch()", "MultilabelRankingAveragePrecision()"]
+    made = make([*texts, "MultilabelEER()", "MultilabelRecall(average=None)"], "classes", 4)
+    figures = tally_of(comm, made, "classes", predictions, targets)
+    known = (predictions[:left], targets[:left])
+    assert len(figures) == 10
+    if not left:
+        assert all(math.isnan(figure) for figure in figures.values())
+    else:
+        assert figures == pytest.approx(tally_of(comm, made, "classes", *known), **EXACT)
+
+
+@ON_RANKS
 def test_figures_of_values_are_those_of_scikit_learn_for_the_known_of_each_column(comm):
     """Also far from 0, and the mean over columns."""
     predictions, targets = draw("values", 301, 2)
