@@ -25,7 +25,10 @@ from hpctrain.numerics import fork_rng, seed_torch
 CHECKED_ROWS = 64  # images with which parts are tested
 KEYS = 32  # with which two batches that differ in one image are compared
 BESIDE = 3  # images beside that one
-#: Tolerances of an image alone, for which kernels round otherwise than in a batch
+#: Images of a small batch. torch draws the last 16 normal numbers of a tensor otherwise than those
+#: before, so those of an image alone may not be those of the first one.
+FEW = 2
+#: Tolerances of an image in a small batch, for which kernels round otherwise than in a batch
 RELATIVE = 1e-3
 ABSOLUTE = 1e-4
 
@@ -58,9 +61,10 @@ def check_part(transform: LibraryTransform, images: Tensor, key: int) -> None:
         result = transform(images, key)
         mixes = mixes_images(transform, images[: 1 + BESIDE], key)
         is_repeated = torch.equal(transform(images, key), result)
-        alone = result[:1]
+        transform(images[:1], key)  # a shard may have one
+        few = result[:FEW]
         if images.device.type == "cpu":  # a GPU draws in an order that depends on the batch
-            alone = transform(images[:1], key)
+            few = transform(images[:FEW], key)
     if mixes:
         raise UsageError(
             f"{flag} mixes images: with another first image, the rest of the batch changes. What is"
@@ -71,10 +75,10 @@ def check_part(transform: LibraryTransform, images: Tensor, key: int) -> None:
             f"{flag} returned other images for the same images and random numbers: it keeps"
             " something of earlier calls, or draws from elsewhere than torch"
         )
-    if not torch.allclose(alone, result[:1], RELATIVE, ABSOLUTE):
+    if not torch.allclose(few[:1], result[:1], RELATIVE, ABSOLUTE):
         raise UsageError(
-            f"{flag} returned another image for the same image and random numbers alone and in a"
-            " batch: what it makes of an image must not depend on others"
+            f"{flag} returned another image for the same image and random numbers in batches of"
+            " other sizes: what it makes of an image must not depend on others"
         )
 
 

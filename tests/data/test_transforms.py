@@ -94,7 +94,7 @@ CHEATS = {
         lambda x: (x + x.flip(0)) / 2 if torch.rand(()) < 0.2 else x,
         "mixes images",
     ),
-    "the size of the batch": (lambda x: x / len(x), "alone and in a batch"),
+    "the size of the batch": (lambda x: x / len(x), "in batches of other sizes"),
     "a crop": (lambda x: x[:, :, 1:], "shape (64, 3, 7, 6)"),
     "a gray image": (lambda x: x.mean(1, keepdim=True), "shape (64, 1, 8, 6)"),
     "another type": (lambda x: (x * 255).byte(), "torch.uint8"),
@@ -139,6 +139,14 @@ def test_a_transform_draws_by_key_and_keeps_dtype_strides_and_what_it_is_given(d
     assert torch.equal(torch.get_rng_state(), before)
     assert transform(given[:0], 1).shape == (0, 3, 8, 6)
     transform_checks.check_part(transform, images(), 1)
+
+
+def test_normal_noise_is_accepted_for_images_of_any_size():
+    """torch draws the last 16 numbers otherwise if they are not a multiple of 16."""
+    odd = images()[:, :, :5, :5]
+    noisy = part(lambda x: (x + torch.randn_like(x) / 8).clamp(0, 1))
+    assert not torch.equal(noisy(odd[:1], 5), noisy(odd, 5)[:1])
+    transform_checks.check_part(noisy, odd, 5)
 
 
 def test_one_that_draws_once_a_call_gives_all_samples_the_same_unless_called_by_sample():
