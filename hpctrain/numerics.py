@@ -15,10 +15,13 @@ and MKL split their sums by it.
 from __future__ import annotations
 
 import os
+import pickle
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+import numpy as np
 import torch
 
 #: Torch's modes for operations that have no deterministic form.
@@ -42,6 +45,40 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     """Return a context that restores the generators of `seed_torch` at its end."""
     gpus = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(gpus)
+
+
+@contextmanager
+def watch_generators(device: torch.device) -> Iterator[list[str]]:
+    """Yield a list to which the process-wide generators that the block has changed are added.
+
+    They are restored at its end, torch's among them on this device: libraries may draw from them,
+    whose states ranks do not share and no checkpoint holds.
+    """
+    changed: list[str] = []
+    before = generator_states(device)
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    with fork_rng(device):
+        try:
+            yield changed
+        finally:
+            after = generator_states(device)
+            changed += [name for name, state in before.items() if after[name] != state]
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def generator_states(device: torch.device) -> dict[str, bytes]:
+    """Return the states of the generators of this process, by what they belong to."""
+    states = {
+        "random": pickle.dumps(random.getstate()),
+        "numpy.random": pickle.dumps(np.random.get_state(legacy=False)),
+        "torch's default generator": torch.default_generator.get_state().numpy().tobytes(),
+    }
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+        states["that of the GPU"] = generator.get_state().numpy().tobytes()
+    return states
 
 
 @contextmanager

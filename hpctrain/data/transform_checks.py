@@ -7,12 +7,6 @@ miss what happens rarely.
 
 from __future__ import annotations
 
-import pickle
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +14,7 @@ from hpctrain.config.functions import Imported
 from hpctrain.data.partition import random_key
 from hpctrain.data.transforms import LibraryTransform, Transforms, augment_by, key_of_step
 from hpctrain.errors import UsageError
-from hpctrain.numerics import fork_rng, seed_torch
+from hpctrain.numerics import fork_rng, seed_torch, watch_generators
 
 CHECKED_ROWS = 64  # images with which parts are tested
 KEYS = 32  # with which two batches that differ in one image are compared
@@ -57,7 +51,7 @@ def check_transforms(
 def check_part(transform: LibraryTransform, images: Tensor, key: int) -> None:
     """Test that images (n, C, H, W) are transformed one by one, by numbers of the key alone."""
     flag = transform.flag
-    with fork_rng(images.device), drawing_nothing(flag, images.device):
+    with watch_generators(images.device) as changed:
         result = transform(images, key)
         mixes = mixes_images(transform, images[: 1 + BESIDE], key)
         is_repeated = torch.equal(transform(images, key), result)
@@ -65,6 +59,11 @@ def check_part(transform: LibraryTransform, images: Tensor, key: int) -> None:
         few = result[:FEW]
         if images.device.type == "cpu":  # a GPU draws in an order that depends on the batch
             few = transform(images[:FEW], key)
+    if changed:
+        raise UsageError(
+            f"{flag} draws random numbers from {changed[0]}, which other code draws from, too: its"
+            " results would not repeat"
+        )
     if mixes:
         raise UsageError(
             f"{flag} mixes images: with another first image, the rest of the batch changes. What is"
@@ -90,33 +89,6 @@ def mixes_images(transform: LibraryTransform, images: Tensor, key: int) -> bool:
     others[0] = 1 - others[0].flip(-1)
     keys = [random_key(key, number) for number in range(KEYS)]
     return any(not torch.equal(transform(images, k)[1:], transform(others, k)[1:]) for k in keys)
-
-
-@contextmanager
-def drawing_nothing(flag: str, device: torch.device) -> Iterator[None]:
-    """Raise UsageError if a process-wide generator changes in this context."""
-    before = states_of_generators(device)
-    yield
-    after = states_of_generators(device)
-    for name, state in before.items():
-        if state != after[name]:
-            raise UsageError(
-                f"{flag} draws random numbers from {name}, which other code draws from, too: its"
-                " results would not repeat"
-            )
-
-
-def states_of_generators(device: torch.device) -> dict[str, object]:
-    """Return the states of the generators of this process, by what they belong to."""
-    states: dict[str, object] = {
-        "random": random.getstate(),
-        "numpy.random": pickle.dumps(np.random.get_state(legacy=False)),
-        "torch's default generator": torch.default_generator.get_state().numpy().tobytes(),
-    }
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index]
-        states["that of the GPU"] = generator.get_state().numpy().tobytes()
-    return states
 
 
 def check_augment(function: Imported, images: Tensor, key: int) -> None:

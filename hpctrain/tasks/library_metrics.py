@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 import sys
 import warnings
 from collections import Counter
@@ -30,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpctrain.config.parts import Part, accepted_names, build_part, load_class
 from hpctrain.errors import UsageError, one_line
+from hpctrain.numerics import watch_generators
 from hpctrain.tasks.facts import KINDS
 from hpctrain.tasks.functions import RESERVED
 from hpctrain.tasks.scores import LARGEST, gather
@@ -308,18 +308,18 @@ class LibraryMetric:
         third = max(n // 3, 1)
         uneven = [slice(third), slice(third, n)]
         singles = [slice(number, number + 1) for number in range(n)]
-        before = generator_states()
-        whole = self.of_parts(sample, (slice(None),))
-        for parts in ((slice(None),), uneven, uneven[::-1], singles):
-            others = self.of_parts(sample, parts)
-            if not all(map(is_close, whole, others)):
-                raise UsageError(
-                    f"{self.flag} gives other figures when the same samples come in other blocks,"
-                    " or again: it would depend on the ranks"
-                )
-        if generator_states() != before:
+        with watch_generators(torch.device("cpu")) as changed:
+            whole = self.of_parts(sample, (slice(None),))
+            for parts in ((slice(None),), uneven, uneven[::-1], singles):
+                others = self.of_parts(sample, parts)
+                if not all(map(is_close, whole, others)):
+                    raise UsageError(
+                        f"{self.flag} gives other figures when the same samples come in other"
+                        " blocks, or again: it would depend on the ranks"
+                    )
+        if changed:
             raise UsageError(
-                f"{self.flag} draws from a process-wide random generator: it would depend on the"
+                f"{self.flag} draws random numbers from {listed(changed)}: it would depend on the"
                 " ranks"
             )
 
@@ -331,12 +331,6 @@ def is_close(first: Tensor | None, second: Tensor | None) -> bool:
     return first.shape == second.shape and torch.allclose(
         first.double(), second.double(), WITHIN, WITHIN, equal_nan=True
     )
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of the process-wide random generators, to be compared."""
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), kind, bytes(keys), rest, bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
 
 
 @contextmanager

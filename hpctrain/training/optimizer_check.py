@@ -11,16 +11,13 @@ there is any: they must have other weights than the first, or a setting would ha
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.numerics import fork_rng
+from hpctrain.numerics import watch_generators
 from hpctrain.text import listed
 from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.library_optimizer import Maker, Member, guarded_step, names_of
@@ -121,23 +118,37 @@ def check_optimizer(make: Maker, members: Sequence[Member], rate: float) -> None
 
     Weights and random generators stay as they are. Raises UsageError.
     """
-    chosen = choose_members(members)
-    device = members[0].parameter.device
-    with unchanged_generators(make.flag, device):
-        whole = Trial(make, chosen, rate)
-        if whole.weights() != {name: int(tensor_checksum(p)) for name, _, p in chosen}:
-            raise UsageError(f"{make.flag}: changes weights before its first step")
-        whole.run(range(FEW))
-        first = whole.weights()
-        whole.run(range(FEW, SAVED))
-        second = Trial(make, chosen, rate)
-        second.run(range(SAVED))
-        compare(make.flag, "in a second run from the same weights", whole, second)
-        resumed = second.resumed()
-        whole.run(range(SAVED, STEPS))
-        resumed.run(range(SAVED, STEPS))
-        compare(make.flag, "if it is saved and restored", whole, resumed)
-        check_effects(make, chosen, rate, first)
+    failure = None
+    with watch_generators(members[0].parameter.device) as changed:
+        try:
+            check_trials(make, choose_members(members), rate)
+        except UsageError as error:  # may follow from random numbers
+            failure = error
+    if changed:
+        raise UsageError(
+            f"{make.flag}: draws random numbers from {listed(changed)}, whose state ranks do not"
+            " share and no checkpoint holds"
+        ) from failure
+    if failure is not None:
+        raise failure
+
+
+def check_trials(make: Maker, chosen: Sequence[Member], rate: float) -> None:
+    """Compare an optimizer that makes all steps with others, as the module describes."""
+    whole = Trial(make, chosen, rate)
+    if whole.weights() != {name: int(tensor_checksum(p)) for name, _, p in chosen}:
+        raise UsageError(f"{make.flag}: changes weights before its first step")
+    whole.run(range(FEW))
+    first = whole.weights()
+    whole.run(range(FEW, SAVED))
+    second = Trial(make, chosen, rate)
+    second.run(range(SAVED))
+    compare(make.flag, "in a second run from the same weights", whole, second)
+    resumed = second.resumed()
+    whole.run(range(SAVED, STEPS))
+    resumed.run(range(SAVED, STEPS))
+    compare(make.flag, "if it is saved and restored", whole, resumed)
+    check_effects(make, chosen, rate, first)
 
 
 def check_effects(
@@ -181,43 +192,3 @@ def choose_members(members: Sequence[Member]) -> list[Member]:
         kind = (member.group, parameter.ndim, parameter.is_contiguous(), is_tall)
         smallest.setdefault(kind, member.name)
     return [member for member in members if member.name in smallest.values()]
-
-
-@contextmanager
-def unchanged_generators(flag: str, device: torch.device) -> Iterator[None]:
-    """Restore the random generators after the block. Raises UsageError if it has drawn from one."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    failure = None
-    with fork_rng(device):
-        before = generator_states(device)
-        try:
-            yield
-        except UsageError as error:  # may follow from random numbers
-            failure = error
-        finally:
-            after = generator_states(device)
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-    drawn = [name for name, state in before.items() if after[name] != state]
-    if drawn:
-        raise UsageError(
-            f"{flag}: draws random numbers from the generator of {listed(drawn)}, whose state ranks"
-            " do not share and no checkpoint holds"
-        ) from failure
-    if failure is not None:
-        raise failure
-
-
-def generator_states(device: torch.device) -> dict[str, bytes]:
-    """Return the states of the random generators of the process by the name of their library."""
-    numpy_state = [np.asarray(part).tolist() for part in np.random.get_state()]
-    states = {
-        "torch": torch.default_generator.get_state().numpy().tobytes(),
-        "Python (random)": repr(random.getstate()).encode(),
-        "NumPy": repr(numpy_state).encode(),
-    }
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index]
-        states["torch on the GPU"] = generator.get_state().numpy().tobytes()
-    return states

@@ -343,8 +343,14 @@ def test_metrics_that_would_depend_on_the_ranks_are_refused():
     for defect in ("counter", "blocks", "mean of blocks"):
         with pytest.raises(hp.UsageError, match="--metric cheat gives other figures when the same"):
             check_cheat(defect)
-    for defect in ("draws", "draws of numpy", "draws of Python"):
-        with pytest.raises(hp.UsageError, match="--metric cheat draws from a process-wide random"):
+    generators = {
+        "draws": "torch's default generator",
+        "draws of numpy": "numpy.random",
+        "draws of Python": "random",
+    }
+    for defect, generator in generators.items():
+        text = f"--metric cheat draws random numbers from {generator}:"
+        with pytest.raises(hp.UsageError, match=text):
             check_cheat(defect)
 
 

@@ -144,9 +144,9 @@ def test_a_step_that_does_not_count_changes_nothing():
 REFUSED = {
     "CountOutside": "gives other bits in a second run from the same weights, in ",
     "CountOfItsOwn": "gives other bits if it is saved and restored, in ",
-    "Noisy": "draws random numbers from the generator of torch,",
-    "NoisyByNumpy": "draws random numbers from the generator of NumPy,",
-    "NoisyByPython": r"draws random numbers from the generator of Python \(random\),",
+    "Noisy": "draws random numbers from torch's default generator,",
+    "NoisyByNumpy": "draws random numbers from numpy.random,",
+    "NoisyByPython": "draws random numbers from random,",
     "KeepsGradient": "its state optimizer.parameter.* is .* itself, or its gradient",
     "ReplacesWeights": "its step replaces the tensor of",
     "NeedsClosure": "its step needs a closure",
