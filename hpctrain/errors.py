@@ -7,7 +7,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from hpctrain.text import printable
+from hpctrain.text import brief, printable
+
+MOST_SHOWN = 300  # characters of an error of a library, or of the user's own code
 
 
 class Failure(Exception):
@@ -31,7 +33,7 @@ class UsageError(Failure):
 
 
 class OwnCodeError(UsageError):
-    """Code of the user's own failed: a network, a loss, a metric or an augmentation."""
+    """Code that a setting names failed: of the user's own, or of a library."""
 
 
 class RunError(Failure):
@@ -54,6 +56,11 @@ def first_line(error: object) -> str:
 def one_line(error: BaseException) -> str:
     """Return the class and the text of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+def brief_error(error: BaseException) -> str:
+    """Return `one_line` of an error of a library, shortened to `MOST_SHOWN` characters."""
+    return brief(one_line(error), MOST_SHOWN)
 
 
 def did_you_mean(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.config.parts import find_part, is_part, refuse_other_library, version_of
-from hpctrain.errors import OwnCodeError, UsageError, did_you_mean, one_line
+from hpctrain.errors import MOST_SHOWN, OwnCodeError, UsageError, did_you_mean, one_line
 from hpctrain.text import brief, listed
 
 #: Settings that may name functions, or parts of other libraries.
@@ -30,7 +30,6 @@ FUNCTION_SETTINGS = ("model", "loss", "augment", "metric", "optimizer")
 PACKAGE = str(Path(__file__).parents[1])
 NOT_NAMED = re.compile(f"{re.escape(PACKAGE)}|.*importlib")  # files
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
-MOST_SHOWN = 300  # characters of an error
 _places: set[str] = set()  # folders, or files, of the modules that were imported for the user
 _traceback_file: Path | None = None
 
@@ -44,14 +43,7 @@ class Imported(NamedTuple):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises OwnCodeError, with the line of its file, if it fails."""
-        try:
-            return self.function(*args, **kwargs)
-        except (UsageError, MemoryError):
-            raise
-        except (Exception, SystemExit) as error:
-            if type(error).__name__ == "OutOfMemoryError":  # of a GPU: may be no fault of it
-                raise
-            raise own_code_error(f"{self.setting} failed", error) from error
+        return call_guarded(self.setting, self.function, *args, **kwargs)
 
     def check_arguments(self, form: str, *args: Any, **kwargs: Any) -> None:
         """Raise UsageError unless the function can be called with these arguments, as in `form`."""
@@ -61,6 +53,18 @@ class Imported(NamedTuple):
             return
         except TypeError as error:
             raise UsageError(f"{self.setting}: must be callable as {form}: {error}") from error
+
+
+def call_guarded(setting: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the user's own or of a library. Raises OwnCodeError if it fails."""
+    try:
+        return function(*args, **kwargs)
+    except (UsageError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        if type(error).__name__ == "OutOfMemoryError":  # of a GPU: may be no fault of it
+            raise
+        raise own_code_error(f"{setting} failed", error) from error
 
 
 def import_function(name: str, flag: str) -> Imported:
@@ -102,10 +106,16 @@ def is_own(setting: str, text: str) -> bool:
     return setting in FUNCTION_SETTINGS and ":" in text and not is_part(setting, text)
 
 
+def named_code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings that may name functions or parts, with each of their texts."""
+    for name in FUNCTION_SETTINGS:
+        for text in texts_of(settings.get(name)):
+            yield name, text
+
+
 def own_functions(settings: Mapping[str, Any]) -> list[str]:
     """Return the functions of one's own that settings name, each once."""
-    texts = ((name, text) for name, value in settings.items() for text in texts_of(value))
-    return [*dict.fromkeys(text for name, text in texts if is_own(name, text))]
+    return [*dict.fromkeys(text for name, text in named_code(settings) if is_own(name, text))]
 
 
 def check_parts(settings: Mapping[str, Any]) -> None:
@@ -113,12 +123,11 @@ def check_parts(settings: Mapping[str, Any]) -> None:
 
     Nothing is imported.
     """
-    for name in FUNCTION_SETTINGS:
-        for text in texts_of(settings.get(name)):
-            if is_part(name, text):
-                find_part(name, text)
-            else:
-                refuse_other_library(name, text)
+    for name, text in named_code(settings):
+        if is_part(name, text):
+            find_part(name, text)
+        else:
+            refuse_other_library(name, text)
 
 
 def require_trust(settings: Mapping[str, Any], file: str | Path, trust_code: bool) -> None:
@@ -198,21 +207,19 @@ def source_files(settings: Mapping[str, Any]) -> dict[str, object]:
     which a part is named.
     """
     code: dict[str, object] = {**library_versions(settings)}
-    for name in FUNCTION_SETTINGS:
-        for text in texts_of(settings.get(name)):
-            if is_own(name, text):
-                code[f"the file of --{name} {text}"] = f"SHA-256 {_digest_of_module(text)}..."
+    for name, text in named_code(settings):
+        if is_own(name, text):
+            code[f"the file of --{name} {text}"] = f"SHA-256 {_digest_of_module(text)}..."
     return code
 
 
 def library_versions(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the version of each library of which settings name a part, after it was imported."""
     versions = {}
-    for name in FUNCTION_SETTINGS:
-        for text in texts_of(settings.get(name)):
-            if is_part(name, text):
-                package = find_part(name, text).package
-                versions[package] = version_of(package)
+    for name, text in named_code(settings):
+        if is_part(name, text):
+            package = find_part(name, text).package
+            versions[package] = version_of(package)
     return versions
 
 

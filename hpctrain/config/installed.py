@@ -18,11 +18,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from hpctrain.errors import UsageError, one_line
-from hpctrain.text import brief
+from hpctrain.errors import UsageError, brief_error
 
 NAMES_OF_FOLDERS = ("site-packages", "dist-packages")
-MOST_SHOWN = 300  # characters of an error
 
 
 def import_installed(name: str, flag: str, extra: str) -> ModuleType:
@@ -38,8 +36,8 @@ def import_installed(name: str, flag: str, extra: str) -> ModuleType:
         with installed_only():
             module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        reason = brief(one_line(error), MOST_SHOWN)
-        raise UsageError(f"{flag}: {package} cannot be imported: {reason}") from error
+        text = f"{flag}: {package} cannot be imported: {brief_error(error)}"
+        raise UsageError(text) from error
     imported = {other.partition(".")[0] for other in {*sys.modules} - before}
     for other in sorted(imported):
         _check_not_shadowed(other, flag, package)

@@ -23,8 +23,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpctrain.config.installed import MOST_SHOWN, import_installed, installed_only
-from hpctrain.errors import UsageError, did_you_mean, one_line
+from hpctrain.config.installed import import_installed, installed_only
+from hpctrain.errors import MOST_SHOWN, UsageError, did_you_mean, one_line
 from hpctrain.text import brief
 
 if TYPE_CHECKING:
@@ -185,17 +185,27 @@ def load_class(part: Part) -> Any:
     lacks the name in the installed version.
     """
     extra = EXTRAS.get(part.package, "")
-    version = ""
     for name in MODULES[part.setting][part.library]:
         module = import_installed(name, part.flag, extra)
         if name == "timm.optim":
             return module.get_optimizer_class(part.name)
         if hasattr(module, part.name):
             return getattr(module, part.name)
-        version = version_of(part.package)
+    version = version_of(part.package)
     raise UsageError(
         f"{part.flag}: {part.package} {version}, the installed one, has no {part.name}"
     )
+
+
+def parameters_of(part: Part) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the class of a part by name. Raises UsageError as `load_class`."""
+    return inspect.signature(load_class(part)).parameters
+
+
+def taken_by(part: Part, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments, which hpctrain would fill in, that the class takes."""
+    parameters = parameters_of(part)
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def build_part(part: Part, **filled: Any) -> Any:

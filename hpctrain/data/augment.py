@@ -230,7 +230,7 @@ def _new_input(images: Tensor, dtype: torch.dtype, channels_last: bool) -> Tenso
     n, height, width, channels = images.shape
     return torch.empty(
         (n, channels, height, width),
-        dtype=_type_of_arithmetic(dtype),
+        dtype=type_of_arithmetic(dtype),
         device=images.device,
         memory_format=torch.channels_last if channels_last else torch.contiguous_format,
     )
@@ -248,7 +248,7 @@ def normalize_filled(inputs: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     Inputs are (n, C, H, W); mean, (n or 1, C, 1, 1) of their dtype, and std, (n or 1, C), are on
     their device. Where std is 0, the result is 0.
     """
-    values = inputs.to(_type_of_arithmetic(inputs.dtype), copy=True)
+    values = inputs.to(type_of_arithmetic(inputs.dtype), copy=True)
     factors = std.double().reciprocal().masked_fill(std == 0, 0.0).to(values.dtype)
     return values.sub_(mean).mul_(factors[:, :, None, None]).to(inputs.dtype)
 
@@ -258,13 +258,14 @@ def normalize(inputs: Tensor, mean: Tensor, std: Tensor, channels_last: bool = T
 
     Inputs are (n, C, H, W) as `to_input` returns them; mean and std, (C,), are on their device.
     """
-    values = inputs.to(_type_of_arithmetic(inputs.dtype))
+    values = inputs.to(type_of_arithmetic(inputs.dtype))
     scale, offset = _scale_and_offset(mean, std, 1.0, values, channels_last, values.dtype)
     rows = _as_rows(values, channels_last).mul(scale).add_(offset)
     return rows.to(inputs.dtype).as_strided(inputs.shape, inputs.stride())
 
 
-def _type_of_arithmetic(dtype: torch.dtype) -> torch.dtype:
+def type_of_arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which inputs of a dtype are computed: float64 for it, else float32."""
     if dtype == torch.float64:
         return dtype
     return torch.float32

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.config.functions import Imported, own_code_error
-from hpctrain.config.parts import Part, build_part, load_class
+from hpctrain.config.functions import Imported, call_guarded
+from hpctrain.config.parts import Part, build_part, load_class, parameters_of, taken_by
+from hpctrain.data.augment import type_of_arithmetic
 from hpctrain.data.drawing import Drawing
 from hpctrain.data.partition import random_key
 from hpctrain.data.pipeline import UnitRange
@@ -50,7 +51,7 @@ class LibraryTransform:
         UsageError for values outside [0, 1] and for a result that is not of that shape, and
         OwnCodeError if the part fails.
         """
-        given = images.to(_type_of_arithmetic(images.dtype), copy=True)
+        given = images.to(type_of_arithmetic(images.dtype), copy=True)
         require_unit(self.flag, given)
         result = torch.empty_like(images)
         drawing = Drawing(key)
@@ -64,15 +65,8 @@ class LibraryTransform:
     def _call(self, images: Tensor, drawing: Drawing) -> Tensor:
         """Return what the part makes of images (n, C, H, W)."""
         expected = (images.shape, images.dtype)
-        try:
-            with drawing:
-                result = self.function(images)
-        except (UsageError, MemoryError):
-            raise
-        except (Exception, SystemExit) as error:
-            if type(error).__name__ == "OutOfMemoryError":  # of a GPU: may be no fault of it
-                raise
-            raise own_code_error(f"{self.flag} failed", error) from error
+        with drawing:
+            result = call_guarded(self.flag, self.function, images)
         if not isinstance(result, Tensor):
             raise UsageError(f"{self.flag} returned {type(result).__name__}, not images")
         if (result.shape, result.dtype) != expected:
@@ -161,17 +155,16 @@ def augment_by(function: Imported, images: Tensor, key: int) -> Tensor:
 
 def build_transform(part: Part) -> LibraryTransform:
     """Build a part of --augment. Raises UsageError as `build_part` does."""
-    kind = load_class(part)
-    taken = parameters_of(kind)
-    filled = {name: value for name, value in FILLED.items() if name in taken}
+    filled = taken_by(part, FILLED)
     with Drawing(random_key("transform", part.text)):
         function = build_part(part, **filled)
-    return LibraryTransform(part.flag, function, draws_once_a_call(part, kind))
+    return LibraryTransform(part.flag, function, draws_once_a_call(part))
 
 
-def draws_once_a_call(part: Part, kind: type) -> bool:
+def draws_once_a_call(part: Part) -> bool:
     """Whether a class draws the same numbers for all samples of a call."""
-    return part.library != "kornia" or kind.__module__.startswith("kornia.augmentation.auto.")
+    module = load_class(part).__module__
+    return part.library != "kornia" or module.startswith("kornia.augmentation.auto.")
 
 
 def always_applied(part: Part) -> Part | None:
@@ -189,18 +182,7 @@ def always_applied(part: Part) -> Part | None:
 
 def describe_part(part: Part) -> str:
     """Return a part as it was given, with the probability by which its class is applied."""
-    parameter = parameters_of(load_class(part)).get("p")
+    parameter = parameters_of(part).get("p")
     if parameter is None or parameter.default is parameter.empty or "p" in part.kwargs:
         return part.text
     return f"{part.text} with p={parameter.default:g}"
-
-
-def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class by name."""
-    return dict(inspect.signature(kind).parameters)
-
-
-def _type_of_arithmetic(dtype: torch.dtype) -> torch.dtype:
-    if dtype == torch.float64:
-        return dtype
-    return torch.float32

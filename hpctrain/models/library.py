@@ -7,14 +7,13 @@ the size and the normalization of images for its published weights.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hpctrain.config.installed import import_installed, installed_only
-from hpctrain.config.parts import EXTRAS, Part, build_part, check_filled, find_part, load_class
+from hpctrain.config.parts import EXTRAS, Part, build_part, check_filled, find_part, parameters_of
 from hpctrain.errors import UsageError, did_you_mean, one_line
 
 
@@ -69,7 +68,7 @@ def make_of_smp(part: Part, image_shape: tuple[int, int, int], channels: int) ->
     With an encoder of timm, "tu-NAME", further arguments are those of the encoder; with others they
     would have no effect.
     """
-    parameters = inspect.signature(load_class(part)).parameters
+    parameters = parameters_of(part)
     encoder = part.kwargs.get("encoder_name", next(iter(part.args), ""))
     for name in part.kwargs:
         if name not in parameters and not str(encoder).startswith("tu-"):

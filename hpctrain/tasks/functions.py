@@ -13,9 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.config.functions import Imported, import_function, texts_of
-from hpctrain.config.option import as_given
-from hpctrain.config.parts import is_part
+from hpctrain.config.functions import Imported, import_function
 from hpctrain.errors import UsageError
 from hpctrain.numerics import seed_torch
 from hpctrain.tasks.facts import all_figures
@@ -27,16 +25,12 @@ ABSOLUTE = 1e-5
 AnyLoss = TypeVar("AnyLoss", bound="Loss")  # or a metric, which is called alike
 
 
-def import_own(value: str | tuple[str, ...] | None, flag: str) -> Imported | None:
-    """Import the function of the user's own that a setting names, if any. Raises UsageError."""
-    texts = texts_of(value)
-    if not texts:
-        return None
-    if len(texts) > 1 or is_part(flag.strip("-"), texts[0]):
-        raise UsageError(
-            f"{as_given(flag, texts)}: give one function of your own, others will come"
-        )
-    function = import_function(texts[0], flag)
+def import_own(text: str, flag: str) -> Imported:
+    """Import a function of the user's own, as --loss, --metric or --augment names it.
+
+    Raises UsageError.
+    """
+    function = import_function(text, flag)
     arguments = ("images", "generator") if flag == "--augment" else ("outputs", "targets")
     function.check_arguments(f"function({', '.join(arguments)})", *arguments)
     return function

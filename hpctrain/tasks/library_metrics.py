@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hpctrain.config.parts import Part, accepted_names, build_part, load_class
-from hpctrain.errors import UsageError, one_line
+from hpctrain.config.parts import Part, accepted_names, build_part, load_class, taken_by
+from hpctrain.errors import MOST_SHOWN, UsageError, brief_error, one_line
 from hpctrain.numerics import watch_generators
 from hpctrain.tasks.facts import KINDS
 from hpctrain.tasks.functions import RESERVED
@@ -280,7 +280,7 @@ class LibraryMetric:
         """Print notes that were not printed before, a line each."""
         for note in dict.fromkeys(notes):
             if note not in self.said:
-                say(f"{self.flag}: {brief(note, 300)}", sys.stderr)
+                say(f"{self.flag}: {brief(note, MOST_SHOWN)}", sys.stderr)
         self.said.update(notes)
 
     def of_parts(self, sample: Sample, parts: Sequence[Any]) -> list[Tensor | None]:
@@ -297,7 +297,7 @@ class LibraryMetric:
                     self.update(sample.take(part))
             return self.compute(None)
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{self.flag}: {brief(one_line(error), 300)}") from error
+            raise UsageError(f"{self.flag}: {brief_error(error)}") from error
 
     def check(self, sample: Sample) -> None:
         """Test that figures of samples do not depend on the blocks in which they come.
@@ -526,7 +526,7 @@ def make_metrics(
             metrics=build_metrics(part, filled, len(names) if kind == "values" else 1),
             select=select,
             parts=tuple(names) if kind else (),
-            note=f"{part.flag}: {describe_defaults(part, filled)}",
+            note=f"{part.flag}: {describe_metric(part, filled)}",
         )
         metric.name_figures(sample)
         metrics.append(metric)
@@ -553,7 +553,6 @@ def build_metrics(part: Part, filled: Mapping[str, Any], times: int) -> list[Any
 
 def filled_arguments(part: Part, kind: str, count: int) -> dict[str, Any]:
     """Return the arguments that hpctrain gives a metric, for targets of a kind."""
-    taken = inspect.signature(load_class(part)).parameters
     _, task, counted = FAMILIES.get(kind, ("", "", ""))
     filled = {
         "task": task,
@@ -562,10 +561,10 @@ def filled_arguments(part: Part, kind: str, count: int) -> dict[str, Any]:
         "ignore_index": IGNORED if kind == "classes" else None,
         "multidim_average": "global",
     }
-    return {name: value for name, value in filled.items() if name in taken}
+    return taken_by(part, filled)
 
 
-def describe_defaults(part: Part, filled: Mapping[str, Any]) -> str:
+def describe_metric(part: Part, filled: Mapping[str, Any]) -> str:
     """Return how a metric is made: "AUROC(task='multiclass', num_classes=5, ...)"."""
     bound = inspect.signature(load_class(part)).bind(*part.args, **part.kwargs, **filled)
     bound.apply_defaults()

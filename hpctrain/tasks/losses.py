@@ -6,17 +6,16 @@ pixels, are averaged; unknown entries have no part in value and gradient.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.parts import Part, accepted_names, build_part, load_class
-from hpctrain.errors import UsageError, one_line
+from hpctrain.config.parts import Part, accepted_names, build_part, taken_by
+from hpctrain.errors import UsageError, brief_error
 from hpctrain.tasks.facts import KINDS
-from hpctrain.text import brief, listed
+from hpctrain.text import listed
 
 #: The kinds of targets that a loss is for, "" for images (data/targets.py).
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -29,7 +28,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "SmoothL1Loss": ("values", ""),
 }
 WEIGHTS = ("weight", "pos_weight")  # arguments that have a number for each class
-#: Arguments that are given, or must not be, if a class has them.
+#: What hpctrain fills in where a class takes it.
 FILLED = {"reduction": "none", "size_average": None, "reduce": None, "ignore_index": -100}
 
 
@@ -56,7 +55,7 @@ class LibraryLoss(NamedTuple):
         except (ValueError, IndexError, RuntimeError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise UsageError(f"{self.setting}: {brief(one_line(error), 300)}") from error
+            raise UsageError(f"{self.setting}: {brief_error(error)}") from error
         if losses.shape != expected:
             text = f"gives values of shape {tuple(losses.shape)}, not {tuple(expected)}"
             raise UsageError(f"{self.setting} {text}")
@@ -81,8 +80,7 @@ def make_loss(part: Part, kind: str, names: Sequence[str], like: Tensor) -> Libr
         for name in WEIGHTS
         if name in part.kwargs
     }
-    arguments = inspect.signature(load_class(part)).parameters
-    filled = {name: value for name, value in FILLED.items() if name in arguments}
+    filled = taken_by(part, FILLED)
     module = build_part(part._replace(kwargs={**part.kwargs, **weights}), **filled)
     return LibraryLoss(part.flag, module.to(like.device))
 

@@ -35,7 +35,7 @@ def load_measures(
     """
     kind = FACTS[task].targets
     texts = texts_of(settings["metric"])
-    functions = [import_own(text, "--metric") for text in texts if not is_part("metric", text)]
+    functions = (import_own(text, "--metric") for text in texts if not is_part("metric", text))
     library_metrics: tuple[LibraryMetric, ...] = ()
     if named := name_metrics(texts):
         from hpctrain.tasks.library_metrics import make_metrics
@@ -43,14 +43,16 @@ def load_measures(
         library_metrics = make_metrics(named, kind, names)
     return Measures(
         loss=load_loss(settings["loss"], kind, names, like),
-        metrics=tuple(function for function in functions if function),
+        metrics=tuple(functions),
         library_metrics=library_metrics,
     )
 
 
 def load_loss(text: str | None, kind: str, names: Sequence[str], like: Tensor) -> Loss | None:
     """Return the loss that a setting names, if any. Raises UsageError."""
-    if text is None or not is_part("loss", text):
+    if text is None:
+        return None
+    if not is_part("loss", text):
         return import_own(text, "--loss")
     from hpctrain.tasks.losses import make_loss
 

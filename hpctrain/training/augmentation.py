@@ -55,8 +55,8 @@ def make_transforms(config: Config) -> Transforms | None:
     for place, text in enumerate(config.augment):
         if place in parts:
             steps.append(build_transform(parts[place]))
-        elif (function := import_own(text, "--augment")) is not None:
-            steps.append(function)
+        else:
+            steps.append(import_own(text, "--augment"))
     return Transforms(steps)
 
 

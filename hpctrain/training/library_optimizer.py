@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.config.functions import Imported, import_function
-from hpctrain.config.parts import Part, build_part, find_part, is_part, load_class
+from hpctrain.config.functions import call_guarded, import_function
+from hpctrain.config.parts import Part, build_part, find_part, is_part, load_class, taken_by
 from hpctrain.errors import UsageError
 from hpctrain.parallel.message import Group, Message
-from hpctrain.training.optimizer import FUSED
+from hpctrain.training.optimizer import FUSED, set_rates
 from hpctrain.training.optimizer_state import PREFIX, collect_state, restore_state, without_compiler
 
 TIMM_MOMENTUM = 0.9  # of timm's create_optimizer_v2, for optimizers that have one
@@ -48,8 +48,7 @@ class LibraryUpdate:
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["lr_scale"]
+        set_rates(self.optimizer, rate)
 
     def __call__(self, skipped: Tensor) -> None:
         """Update the weights unless `skipped` (), for which this waits, is 1."""
@@ -156,9 +155,7 @@ def import_optimizer(text: str | None) -> Maker | None:
 def maker_of_part(part: Part) -> Maker:
     """Return how an optimizer of a library is made. Raises UsageError."""
     part = with_usual_momentum(part)
-    filled = {}
-    if "weight_decay" in inspect.signature(load_class(part)).parameters:
-        filled["weight_decay"] = 0.0  # each group has its own
+    filled = taken_by(part, {"weight_decay": 0.0})  # each group has its own
 
     def make(param_groups: Sequence[dict[str, Any]], lr: float) -> Any:
         return build_part(part, params=param_groups, lr=lr, **filled)
@@ -199,10 +196,10 @@ def guarded_step(flag: str, optimizer: Optimizer) -> Callable[[], Any]:
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim."):  # its decorators import the compiler
         step = torch.no_grad()(partial(inspect.unwrap(kind.step), optimizer))
-    return Imported(f"{flag}: its step", step, "").__call__
+    return partial(call_guarded, f"{flag}: its step", step)
 
 
-def describe_defaults(optimizer: Optimizer) -> str:
+def describe_arguments(optimizer: Optimizer) -> str:
     """Return the arguments of an optimizer, given or not, but switches that are off."""
     group = optimizer.param_groups[0]
     shown = {key: value for key, value in group.items() if key not in UNSHOWN}

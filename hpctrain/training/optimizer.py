@@ -44,8 +44,7 @@ class FusedUpdate:
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["lr_scale"]
+        set_rates(self.optimizer, rate)
 
     def __call__(self, skipped: Tensor) -> None:
         """Update the weights; nothing changes if `skipped` (), on the device, is 1."""
@@ -64,6 +63,12 @@ class FusedUpdate:
     def load(self, tensors: Mapping[str, Tensor]) -> Collection[str]:
         """Return the names of the tensors that are restored: none, all can be copied in place."""
         return ()
+
+
+def set_rates(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rates of the groups of parameters, by their factors."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
 
 
 def make_optimizer(

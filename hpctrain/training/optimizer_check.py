@@ -21,6 +21,7 @@ from hpctrain.numerics import watch_generators
 from hpctrain.text import listed
 from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.library_optimizer import Maker, Member, guarded_step, names_of
+from hpctrain.training.optimizer import set_rates
 from hpctrain.training.optimizer_state import collect_state, restore_state
 
 STEPS = 24
@@ -54,8 +55,7 @@ class Trial:
                 drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
                 assert parameter.grad is not None
                 parameter.grad.copy_(drawn.normal_(std=SIZE, generator=generator))
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.rate * group["lr_scale"] * rate * (1 - step / (2 * STEPS))
+            set_rates(self.optimizer, self.rate * rate * (1 - step / (2 * STEPS)))
             self._call()
 
     def _call(self) -> None:

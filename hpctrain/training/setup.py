@@ -27,7 +27,7 @@ from hpctrain.training.data import (
     open_data,
     open_order,
 )
-from hpctrain.training.library_optimizer import LibraryUpdate, describe_defaults
+from hpctrain.training.library_optimizer import LibraryUpdate, describe_arguments
 from hpctrain.training.network import Network, check_best_by, check_metrics, make_network
 from hpctrain.training.optimizer import FusedUpdate
 from hpctrain.training.optimizer_check import check_optimizer
@@ -131,7 +131,7 @@ def check_update(update: FusedUpdate | LibraryUpdate, plan: Plan) -> str:
     if isinstance(update, FusedUpdate):
         return ""
     check_optimizer(update.make, update.members, plan.learning_rate)
-    return f"{plan.optimizer}: {describe_defaults(update.optimizer)}"
+    return f"{plan.optimizer}: {describe_arguments(update.optimizer)}"
 
 
 def collect_facts(
