@@ -25,7 +25,7 @@ Scaling = tuple[tuple[float, ...], ...] | str
 #: What a task has measured of the training targets, by name: tuples, numbers and texts.
 Measured = dict[str, Any]
 #: Smallest and largest stored values of the channels, (C,) each.
-Ranges = tuple[tuple[float, ...], ...]
+Ranges = tuple[tuple[float, ...], tuple[float, ...]]
 #: Meaning of a plan's numbers. A default that changes raises it; a setting or field that is added
 #: does not, as it has no part in a digest at its default.
 VERSION = 3

@@ -23,7 +23,6 @@ import random
 import sys
 import tempfile
 import time
-import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,9 +34,9 @@ import numpy as np
 import pytest
 
 import hpctrain as hp
-from hpctrain.config.parts import TABLE
 from hpctrain.parallel.mpi import agreed
 from hpctrain.training.step import Trainer
+from scripts.parts import accepted_parts
 from scripts.parts.transforms import ARGUMENTS
 from tests.support.launches import check_same, launch
 from tests.support.ranks import RankError, on_ranks
@@ -83,9 +82,8 @@ class Result(NamedTuple):
 
 def list_triples(count: int = COUNT) -> list[Triple]:
     """Return so many triples: numbers and parts are the same in every call."""
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    transforms = [with_arguments(name) for name in accepted(table["augment"])]
-    optimizers = accepted(table["optimizer"])
+    transforms = [with_arguments(name) for name in accepted_parts("augment")]
+    optimizers = accepted_parts("optimizer")
     drawn = random.Random(0)
     for names in (transforms, optimizers):
         drawn.shuffle(names)
@@ -98,11 +96,6 @@ def list_triples(count: int = COUNT) -> list[Triple]:
         )
         for number in range(count)
     ]
-
-
-def accepted(libraries: dict[str, Any]) -> list[str]:
-    """Return the accepted parts of a setting, as LIBRARY:Name."""
-    return [f"{library}:{name}" for library, of in libraries.items() for name in of["accepted"]]
 
 
 def with_arguments(transform: str) -> str:

@@ -16,7 +16,7 @@ from hpctrain.data.loader import read_samples
 from hpctrain.data.pack import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.pipeline import Pipeline, UnitRange
-from hpctrain.data.scale import FULL
+from hpctrain.data.scale import FULL, Ranges
 from hpctrain.data.split import Split
 from hpctrain.data.transform_checks import CHECKED_ROWS, check_transforms
 from hpctrain.data.transforms import (
@@ -28,7 +28,7 @@ from hpctrain.data.transforms import (
 )
 from hpctrain.models.init import Normalization
 from hpctrain.parallel.mpi import Comm, on_root
-from hpctrain.plan import Plan, Ranges
+from hpctrain.plan import Plan
 from hpctrain.tasks.functions import import_own
 from hpctrain.text import listed
 from hpctrain.training.probe import FIRST_ROWS

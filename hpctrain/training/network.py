@@ -44,7 +44,6 @@ from hpctrain.parallel.mpi import (
     on_root,
 )
 from hpctrain.plan import Measured, model_name
-from hpctrain.plan import Ranges as PlannedRanges
 from hpctrain.tasks.facts import FACTS
 from hpctrain.tasks.measures import load_measures
 from hpctrain.tasks.task import Task, make_task, task_class
@@ -76,7 +75,7 @@ class Network(NamedTuple):
     optimizer: Maker | None  # of a library or the user's own
     transforms: Transforms | None  # of --augment
     augmentation: tuple[str, ...]  # in words, if parts of other libraries are in it
-    augment_range: PlannedRanges | None  # stored values that transforms see as 0 and 1
+    augment_range: Ranges | None  # stored values that transforms see as 0 and 1
     measured: Measured  # of the training targets, by the task
     normalization: Normalization
     stored_range: Ranges | None  # of all training images, if they were measured

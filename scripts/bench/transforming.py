@@ -10,14 +10,15 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from hpctrain.config.parts import MODULES, accepted_names
 from hpctrain.data.transform_checks import check_part
 from hpctrain.data.transforms import always_applied, build_transform
+from scripts.parts import accepted_parts
 from scripts.parts.transforms import ROWS, draw_images, make_part
 
 
@@ -27,15 +28,14 @@ def measure_transforms(options: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
     images = draw_images(ROWS)
     rows = []
-    for library in MODULES["augment"]:
-        for name in accepted_names("augment", library):
-            part = make_part(f"{library}:{name}")
-            transform = build_transform(part)
-            always = build_transform(always_applied(part) or part)
-            always(images, 0)
-            times = [seconds(lambda: always(images, 1)) for _ in range(options.rounds)]  # noqa: B023
-            tested = sum(seconds(lambda: check_part(t, images, 1)) for t in {always, transform})  # noqa: B023
-            rows.append((median(times) / ROWS * 1e6, tested, part.text))
+    for name in accepted_parts("augment"):
+        part = make_part(name)
+        transform = build_transform(part)
+        always = build_transform(always_applied(part) or part)
+        always(images, 0)
+        times = [seconds(partial(always, images, 1)) for _ in range(options.rounds)]
+        tested = sum(seconds(partial(check_part, t, images, 1)) for t in {always, transform})
+        rows.append((median(times) / ROWS * 1e6, tested, part.text))
     print("| Transform | us an image | Test, s |\n|---|---:|---:|")
     for microseconds, tested, text in sorted(rows):
         print(f"| `{text}` | {microseconds:,.0f} | {tested:.1f} |")

@@ -7,19 +7,24 @@ Each setting has a judge, a module beside this one (`JUDGES`), with
   says whether it is accepted.
 * optionally ``sample(name)``: makes the part and calls it once, as a run would, for the test that
   no accepted part opens a file or a connection.
-
-A setting whose judge is not there keeps the names of the file.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from hpctrain.config.parts import MODULES, REGISTRIES, TABLE, NamesOfLibrary, read_table
+from hpctrain.config.parts import (
+    MODULES,
+    REGISTRIES,
+    TABLE,
+    NamesOfLibrary,
+    Part,
+    accepted_names,
+    read_table,
+)
 
 JUDGES = {
     "augment": "transforms",
@@ -44,14 +49,26 @@ class Verdict(NamedTuple):
 Table = dict[tuple[str, str], NamesOfLibrary]  # by setting and library
 
 
+def part_of(setting: str, name: str, kwargs: Mapping[str, Any], text: str = "") -> Part:
+    """Return the part ``LIBRARY:Name`` with arguments, whatever the table says of it."""
+    library, _, bare = name.partition(":")
+    return Part(setting, text or name, library, bare, (), {**kwargs})
+
+
+def accepted_parts(setting: str) -> list[str]:
+    """Return the parts of a setting that the table accepts, as ``LIBRARY:Name``."""
+    return [
+        f"{library}:{name}"
+        for library in MODULES[setting]
+        for name in accepted_names(setting, library)
+    ]
+
+
 def judge_all(settings: Iterable[str] = JUDGES) -> Table:
     """Judge all candidates of some settings; other settings have the names of the file."""
     table = dict(read_table())
     for setting in settings:
-        module = f"{__name__}.{JUDGES[setting]}"
-        if importlib.util.find_spec(module) is None:
-            continue
-        judge = importlib.import_module(module)
+        judge = importlib.import_module(f"{__name__}.{JUDGES[setting]}")
         for library in MODULES[setting]:
             if (setting, library) not in REGISTRIES:
                 table[setting, library] = NamesOfLibrary({}, {})

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.parts import Part
 from hpctrain.errors import UsageError
 from hpctrain.tasks.functions import check_values, losses_by_name
 from hpctrain.tasks.losses import TARGETS, make_loss
 from hpctrain.tasks.task import check_gradient
-from scripts.parts import Verdict
+from scripts.parts import Verdict, part_of
 
 LIBRARY = "torch"
 LOGARITHMS = "it takes logarithms of probabilities, and outputs are scores"
@@ -65,7 +64,7 @@ def sample(name: str) -> None:
     names = ("a", "b", "c")
     for kind in TARGETS[bare]:
         outputs, targets = draw(kind)
-        loss = make_loss(Part("loss", name, LIBRARY, bare, (), {}), kind, names, outputs)
+        loss = make_loss(part_of("loss", name, {}), kind, names, outputs)
         check_values(loss, losses_by_name, outputs, targets)
         check_gradient(loss, outputs, targets)
 

@@ -24,7 +24,7 @@ from hpctrain.tasks.library_metrics import (
     make_metrics,
     make_sample,
 )
-from scripts.parts import Verdict
+from scripts.parts import Verdict, part_of
 
 LIBRARY = "torchmetrics"
 #: Arguments without a default
@@ -61,7 +61,7 @@ def candidates() -> dict[str, Any]:
     classes: dict[str, Any] = {}
     for name in MODULES["metric"][LIBRARY]:
         module = importlib.import_module(name)
-        classes |= {f"{LIBRARY}:{each}": getattr(module, each) for each in module.__all__}
+        classes |= {f"{LIBRARY}:{bare}": getattr(module, bare) for bare in module.__all__}
     return classes
 
 
@@ -98,7 +98,7 @@ def make_all(name: str) -> Iterator[tuple[str, LibraryMetric]]:
         for count in counts:
             names = [f"class {number}" for number in range(count)]
             try:
-                (metric,) = make_metrics({name: part_of(name)}, kind, names)
+                (metric,) = make_metrics({name: with_arguments(name)}, kind, names)
             except UsageError:
                 continue
             yield kind, metric
@@ -116,13 +116,13 @@ def try_metric(kind: str, metric: LibraryMetric) -> None:
             raise UsageError("entries that are unknown count in it")
 
 
-def part_of(name: str) -> Part:
+def with_arguments(name: str) -> Part:
     """Return the part of a class with the arguments that it needs."""
     kwargs = {}
     for argument in inspect.signature(candidates()[name]).parameters.values():
         if argument.default is inspect.Parameter.empty and argument.name in ARGUMENTS:
             kwargs[argument.name] = ARGUMENTS[argument.name]
-    return Part("metric", name, LIBRARY, name.partition(":")[2], (), kwargs)
+    return part_of("metric", name, kwargs)
 
 
 def samples(kind: str, count: int) -> Iterator[Sample]:

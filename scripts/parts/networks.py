@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from hpctrain.config.parts import Part
 from hpctrain.models.library import make_of_smp
-from scripts.parts import Verdict
+from scripts.parts import Verdict, part_of
 
 CHANNELS = 2
 SIDE = 64  # pixels
@@ -40,7 +39,7 @@ def sample(name: str) -> None:
     """Make a network, and pass two images forward and backward."""
     bare = name.partition(":")[2]
     side = SIDES.get(bare, SIDE)
-    part = Part("model", name, "smp", bare, (), ARGUMENTS.get(bare, ENCODER))
+    part = part_of("model", name, ARGUMENTS.get(bare, ENCODER))
     images = torch.rand(2, CHANNELS, side, side)
     outputs = make_of_smp(part, (side, side, CHANNELS), CHANNELS)(images)
     if outputs.shape != images.shape:

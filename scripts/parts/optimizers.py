@@ -20,14 +20,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hpctrain.config.parts import Part
 from hpctrain.errors import UsageError
 from hpctrain.models.memory_format import move_model
 from hpctrain.models.weights import read_tensors, write_tensors
 from hpctrain.parallel.message import Group, Message
 from hpctrain.training.library_optimizer import LibraryUpdate, maker_of_part
 from hpctrain.training.optimizer_check import check_optimizer
-from scripts.parts import Verdict
+from scripts.parts import Verdict, part_of
 
 STEPS = 40
 SAVED = 17
@@ -81,9 +80,8 @@ class Training:
             for name, parameter in self.model.named_parameters()
         }
         self.message = Message(self.model, 16, 0, 1, groups)
-        library, _, bare = name.partition(":")
-        part = Part("optimizer", name, library, bare, (), {})
-        self.update = LibraryUpdate(maker_of_part(part), RATE, self.message)
+        maker = maker_of_part(part_of("optimizer", name, {}))
+        self.update = LibraryUpdate(maker, RATE, self.message)
 
     def run(self, steps: range) -> None:
         """Make steps, each with images and a learning rate of its own."""
@@ -115,7 +113,7 @@ def judge(name: str) -> Verdict:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them take longer for a small network
     try:
-        with warnings.catch_warnings(), without_compiler():
+        with warnings.catch_warnings(), refusing_compiler():
             warnings.simplefilter("ignore")
             for dtype in (torch.float32, torch.float64):
                 compare(name, dtype)
@@ -155,15 +153,15 @@ def compare(name: str, dtype: torch.dtype) -> None:
 
 def is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], key: str) -> bool:
     """Whether two have the same tensor, in the same memory format."""
-    pair = (one.get(key), other.get(key))
-    first, second = pair
+    first = one.get(key)
+    second = other.get(key)
     if first is None or second is None:
         return False
     return first.stride() == second.stride() and torch.equal(first, second)
 
 
 @contextmanager
-def without_compiler() -> Iterator[None]:
+def refusing_compiler() -> Iterator[None]:
     """Raise UsageError where code asks for the compiler, which starts processes."""
 
     def refuse(*arguments: Any, **options: Any) -> None:

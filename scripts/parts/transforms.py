@@ -20,7 +20,7 @@ from hpctrain.data.transform_checks import check_part
 from hpctrain.data.transforms import LibraryTransform, always_applied, build_transform
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
-from scripts.parts import Verdict
+from scripts.parts import Verdict, part_of
 
 SIDE = 64  # pixels
 ROWS = 64
@@ -187,10 +187,9 @@ def sample(name: str) -> Tensor:
 
 def make_part(name: str) -> Part:
     """Return the part of a name, with the arguments by which it is tried."""
-    library, _, bare = name.partition(":")
     arguments = ARGUMENTS.get(name, "")
     kwargs = eval(f"dict({arguments})", {"dict": dict})
-    return Part("augment", f"{name}({arguments})", library, bare, (), kwargs)
+    return part_of("augment", name, kwargs, f"{name}({arguments})")
 
 
 @functools.cache
