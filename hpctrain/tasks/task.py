@@ -413,7 +413,7 @@ class Task(ABC):
         """Test that metrics of libraries can be computed block by block. Raises UsageError."""
         if not self.library_metrics:
             return
-        from hpctrain.tasks.library_metrics import make_sample
+        from hpctrain.tasks.metric_inputs import make_sample
 
         _, in_units = self.in_units(outputs, targets)
         given = {"targets": in_units, **self.predictions(outputs, targets)}
