@@ -17,13 +17,8 @@ import numpy as np
 
 from hpctrain.config.parts import MODULES, Part
 from hpctrain.errors import UsageError
-from hpctrain.tasks.library_metrics import (
-    IGNORED,
-    LibraryMetric,
-    Sample,
-    make_metrics,
-    make_sample,
-)
+from hpctrain.tasks.library_metrics import LibraryMetric, make_metrics
+from hpctrain.tasks.metric_inputs import IGNORED, Sample, make_sample
 from scripts.parts import Verdict, part_of
 
 LIBRARY = "torchmetrics"
@@ -133,11 +128,13 @@ def samples(kind: str, count: int) -> Iterator[Sample]:
         drawn = random.standard_normal((rows, width)) * noise
         if kind == "class":
             targets = random.integers(0, count, rows)
-            powers = np.exp(drawn + np.eye(count)[targets])
+            scores = drawn + np.eye(count)[targets]
+            powers = np.exp(scores - scores.max(1, keepdims=True))
             yield make_sample(powers / powers.sum(1, keepdims=True), targets, kind)
         elif kind == "classes":
             present = random.choice(np.array([0, 1, 255], np.uint8), (rows, width))
-            yield make_sample(1 / (1 + np.exp(-drawn - (present == 1))), present, kind)
+            scores = drawn + (present == 1)
+            yield make_sample(np.exp(-np.logaddexp(0, -scores)), present, kind)
         else:
             values = random.random((rows, width)) + 0.5
             yield make_sample(values + 0.1 * np.abs(drawn), values, kind)
