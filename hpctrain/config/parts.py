@@ -215,10 +215,7 @@ def build_part(part: Part, **filled: Any) -> Any:
     """
     check_filled(part, part.kwargs, filled)
     kind = load_class(part)
-    try:
-        signature = inspect.signature(kind)
-    except ValueError:  # some functions in C do not tell their arguments
-        signature = inspect.Signature()
+    signature = inspect.signature(kind)
     try:
         kwargs = {**_with_choices(signature, part.kwargs), **filled}
         given = signature.bind_partial(*part.args, **part.kwargs).arguments

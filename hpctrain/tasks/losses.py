@@ -45,11 +45,11 @@ class LibraryLoss(NamedTuple):
         """
         is_of_entries = outputs.shape == targets.shape
         expected = outputs.shape if is_of_entries else targets.shape[:1]
-        known = torch.ones_like(targets, dtype=torch.bool)
+        is_known = torch.ones_like(targets, dtype=torch.bool)
         if is_of_entries:
-            known = ~targets.isnan()
-            targets = torch.where(known, targets, 0)
-            outputs = torch.where(known, outputs, 0)
+            is_known = ~targets.isnan()
+            targets = torch.where(is_known, targets, 0)
+            outputs = torch.where(is_known, outputs, 0)
         try:
             losses: Tensor = self.module(outputs, targets)
         except (ValueError, IndexError, RuntimeError, TypeError) as error:
@@ -61,8 +61,8 @@ class LibraryLoss(NamedTuple):
             raise UsageError(f"{self.setting} {text}")
         if not is_of_entries:
             return losses
-        total = torch.where(known, losses, 0).flatten(1).sum(1)
-        return total / known.flatten(1).sum(1).clamp(min=1)
+        total = torch.where(is_known, losses, 0).flatten(1).sum(1)
+        return total / is_known.flatten(1).sum(1).clamp(min=1)
 
 
 def make_loss(part: Part, kind: str, names: Sequence[str], like: Tensor) -> LibraryLoss:
