@@ -101,13 +101,17 @@ class Maker(NamedTuple):
             raise UsageError(f"{self.flag}: must return a torch.optim.Optimizer, not {kind}")
         if reason := find_unsuitable(optimizer):
             raise UsageError(f"{self.flag}: {reason}")
-        held = [(group.get("lr_scale"), group["params"]) for group in optimizer.param_groups]
-        if not is_same(held, expected):
+        if not is_same(groups_of(optimizer), expected):
             raise UsageError(
                 f"{self.flag}: must keep the groups of parameters that it is given, with their"
                 " entries"
             )
         return optimizer
+
+
+def groups_of(optimizer: Optimizer) -> list[tuple[Any, list]]:
+    """Return the factor of the learning rate, and the parameters, of each group."""
+    return [(group.get("lr_scale"), [*group["params"]]) for group in optimizer.param_groups]
 
 
 def is_same(held: Sequence[tuple[Any, list]], expected: Sequence[tuple[Any, list]]) -> bool:

@@ -20,13 +20,21 @@ from hpctrain.errors import UsageError
 from hpctrain.numerics import watch_generators
 from hpctrain.text import listed
 from hpctrain.training.checksum import tensor_checksum
-from hpctrain.training.library_optimizer import Maker, Member, guarded_step, names_of
+from hpctrain.training.library_optimizer import (
+    Maker,
+    Member,
+    groups_of,
+    guarded_step,
+    is_same,
+    names_of,
+)
 from hpctrain.training.optimizer import set_rates
 from hpctrain.training.optimizer_state import collect_state, restore_state
 
 STEPS = 24
 SAVED = 7  # steps before the state is saved; odd: what happens every second step is seen
 FEW = 3  # steps with another setting
+SECOND = 1 << 16  # values of a second parameter of a kind
 SIZE = 0.01  # standard deviation of the drawn gradients
 
 
@@ -43,6 +51,7 @@ class Trial:
             self.members.append(Member(name, group, parameter))
         self.optimizer = make(self.members, rate)
         self.names = names_of(self.members)
+        self._groups = groups_of(self.optimizer)
         self._step = guarded_step(make.flag, self.optimizer)
 
     def run(self, steps: Iterable[int], rate: float = 1.0, decay: float = 1.0) -> None:
@@ -62,6 +71,8 @@ class Trial:
         """Make a step. Raises UsageError if parameters are no longer where they were."""
         before = [(p.data_ptr(), p.grad) for _, _, p in self.members]
         self._step()
+        if not is_same(groups_of(self.optimizer), self._groups):
+            raise UsageError(f"{self.make.flag}: its step changes the groups of parameters")
         for (name, _, parameter), (place, gradient) in zip(self.members, before, strict=True):
             if parameter.data_ptr() != place or parameter.grad is not gradient:
                 raise UsageError(
@@ -90,12 +101,21 @@ class Trial:
             for tensor in (parameter, parameter.grad)
             if tensor is not None and tensor.numel()
         }
+        places: dict[int, str] = {}
         for name, tensor in state.items():
+            if not tensor.numel():
+                continue
             held = storages.get(tensor.untyped_storage().data_ptr())
-            if held and tensor.numel():
+            if held:
                 raise UsageError(
                     f"{self.make.flag}: its state {name} is {held} itself, or its gradient, and no"
                     " copy"
+                )
+            other = places.setdefault(tensor.data_ptr(), name)
+            if other != name:
+                raise UsageError(
+                    f"{self.make.flag}: its state {name} is the tensor {other}, too: they would be"
+                    " two when a run is resumed"
                 )
         return state
 
@@ -183,12 +203,18 @@ def compare(flag: str, when: str, first: Trial, second: Trial) -> None:
 
 
 def choose_members(members: Sequence[Member]) -> list[Member]:
-    """Return the smallest parameter of each kind, by which rules may treat them differently."""
-    smallest: dict[tuple[object, ...], str] = {}
+    """Return the smallest parameter of each kind, by which rules may treat them differently.
+
+    A second one of at most `SECOND` values is chosen, too: state may be shared by those of a kind.
+    """
+    smallest: dict[tuple[object, ...], list[str]] = {}
     for member in sorted(members, key=lambda member: member.parameter.numel()):
         parameter = member.parameter
         rows = parameter.shape[0] if parameter.ndim else 1
         is_tall = rows**2 > parameter.numel()
         kind = (member.group, parameter.ndim, parameter.is_contiguous(), is_tall)
-        smallest.setdefault(kind, member.name)
-    return [member for member in members if member.name in smallest.values()]
+        chosen = smallest.setdefault(kind, [])
+        if not chosen or (len(chosen) == 1 and parameter.numel() <= SECOND):
+            chosen.append(member.name)
+    names = {name for chosen in smallest.values() for name in chosen}
+    return [member for member in members if member.name in names]

@@ -102,6 +102,34 @@ class KeepsGradient(SGD):
                 self.state[parameter]["last"] = parameter.grad
 
 
+class SharesState(SGD):
+    """Parameters with as many axes share a tensor."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            shared = {}
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["size"] = shared.setdefault(parameter.ndim, torch.zeros(()))
+                state["size"] += parameter.grad.abs().mean()
+                parameter.grad /= 1 + state["size"]
+        super().step()
+
+
+class AddsGroup(SGD):
+    def step(self, closure=None):
+        super().step()
+        self.add_param_group({"params": [torch.zeros(2, requires_grad=True)], "lr_scale": 1.0})
+
+
+class DropsFactor(SGD):
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group.pop("lr_scale", None)
+
+
 class ReplacesWeights(SGD):
     def step(self, closure=None):
         for group in self.param_groups:
