@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.parts import differences, judge_all, optimizers
+from scripts.parts import optimizers
 from tests.support.api import parts
 
 FAST = {
@@ -38,9 +38,3 @@ def test_a_few_are_judged_as_the_table_says(name):
     assert FAST[name] in refused and bool(FAST[name]) == bool(refused)
     library, _, bare = name.partition(":")
     assert parts.read_table()["optimizer", library].refused.get(bare, "") == refused
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_all_are_judged_as_the_table_says():
-    assert differences(judge_all(["optimizer"])) == []
