@@ -33,7 +33,7 @@ from hpctrain.report.metrics import PERCENT
 from hpctrain.report.outputs import output_name
 from hpctrain.report.record import is_count, task_of
 from hpctrain.tasks.facts import shown_figures
-from hpctrain.text import brief, parse_json, say
+from hpctrain.text import brief, listed, parse_json, say
 
 BLUE = "#0072b2"  # of the colour-blind-safe palette of Okabe and Ito, as the next one
 VERMILLION = "#d55e00"
@@ -96,7 +96,7 @@ def main(settings: PlotConfig) -> int:
     figure = plot_training(networks, panels, overlay=settings.overlay or len(networks) > APART)
     written = output_name(path)
     save(figure, path)
-    say(f"{written}: {' and '.join(panels)} by epoch")
+    say(f"{written}: {listed(panels)} by epoch")
     if matrices:
         second = path.with_stem(path.stem + CONFUSION)
         written = output_name(second)

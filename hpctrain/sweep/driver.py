@@ -280,13 +280,18 @@ class Training:
             "validation": history.best_validation(),
             "test": history.test,
         }
+        ranking = next(iter(history.figures), "loss")  # training may lack it
         texts: list[str] = []
         if epochs:
             texts.append(f"epoch {history.completed} of {epochs}")
         for split, metrics in figures.items():
-            value = metrics.first_known.value
-            if value is not None:
-                texts.append(f"{split} {short_number(value)}")
+            figure = metrics.first_known
+            if figure.value is None:
+                continue
+            label = split
+            if figure.name != ranking:
+                label = f"{split} {figure.name}"
+            texts.append(f"{label} {short_number(figure.value)}")
         if epochs:
             texts.append(f"{history.seconds:.0f} s")
         texts += filter(None, [self.outcome.reason])

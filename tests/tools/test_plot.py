@@ -123,7 +123,7 @@ def test_a_network_without_classes_has_no_accuracy(runs):
 
 def test_a_task_of_another_figure_has_a_panel_of_it_above_the_loss(runs):
     figure = Figure(make_other(runs / "a", 4.0, 2.0, 1.0))
-    assert "mae and loss by epoch" in figure.printed
+    assert "mae, loss by epoch" in figure.printed
     assert {"mae", "loss", "test mae 1.0000"} <= set(figure.texts)
     assert "accuracy" not in " ".join(figure.texts)
     of_error = figure.place([(1, 4), (2, 2), (3, 1)])

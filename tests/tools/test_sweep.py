@@ -280,6 +280,9 @@ def test_the_figure_of_best_by_ranks_the_networks_that_are_saved(sweep, final, o
     assert list(results(sweep, made)) == order
     shown = alone("watch", sweep.folder, "--once").out
     assert "0.6000" in shown and "0.7000" in shown, "the best of each"
+    table = " ".join(alone("sweep", "runs/s", "--results", "--launcher", "srun").out.split())
+    assert "training accuracy 0." in table, "another figure than that of the validation"
+    assert "validation 0." in table, "the figure that ranks has no name"
 
 
 def test_networks_that_died_are_unfinished(sweep):
