@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hpctrain.errors import UsageError
+from hpctrain.text import listed
 
 
 class Probe(NamedTuple):
@@ -147,6 +148,11 @@ class BatchNorms:
             old = before.get(name, buffer)
             if old.shape == buffer.shape and not torch.equal(old, buffer):
                 buffer.copy_(old)
+        if idle := [name for name, layer in self.layers.items() if not values[layer]]:
+            raise UsageError(
+                f"no image passes batch-norm layer {listed(idle, 3)}: name such layers in --freeze,"
+                " or leave them out of the network"
+            )
         elements = []
         for name, layer in self.layers.items():
             calls = values[layer]

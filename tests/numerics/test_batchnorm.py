@@ -152,6 +152,8 @@ def test_layers_that_cannot_be_pooled_are_refused_by_name(comm):
     norms = hp.BatchNorms(twice)
     with pytest.raises(hp.UsageError, match="layer 0 runs 2 times"):
         norms.probe(lambda: twice(x), 4)
+    with pytest.raises(hp.UsageError, match="no image passes batch-norm layer 0: .* --freeze"):
+        norms.probe(lambda: twice[1](x), 4)
     with pytest.raises(hp.UsageError, match="SyncBatchNorm"):
         hp.BatchNorms(nn.Sequential(nn.SyncBatchNorm(C)).train())
 
