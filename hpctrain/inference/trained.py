@@ -106,6 +106,8 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         value = metadata[name]
         if (None if value is None else type(value)) not in types:
             raise TypeError(f"{name} is {brief(value, 40)}")
+    if any(type(text) is not str for text in metadata["metric"] or ()):
+        raise TypeError(f"metric is {brief(metadata['metric'], 40)}")
     if metadata["evaluation_rows"] < 1:
         raise ValueError(f"evaluation_rows is {metadata['evaluation_rows']}")
     _, _, channels = metadata["image_shape"]

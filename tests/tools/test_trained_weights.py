@@ -50,7 +50,8 @@ def test_a_network_that_a_file_names_is_imported_with_trust_code_only(
 SCALE = {"dtype": "uint8", "divisor": 255.0, "low": 0.0, "high": 255.0, "nodata": None}
 OTHERWISE = {
     **{key: [3, None, ["x"]] for key in ("model", "task", "precision", "pack")},
-    **{key: [3, ["a:b"]] for key in ("loss", "metric")},
+    "loss": [3, ["a:b"]],
+    "metric": [3, [3], {"a": 1}],
     **{key: [3, None, "ab"] for key in ("classes", "image_shape")},
     **{key: ["x", [1, 2], {"a": 1}] for key in ("mean", "std", "class_weights")},
     **{key: ["x", 1] for key in ("small_stem", "channels_last")},

@@ -9,6 +9,7 @@ import importlib.metadata
 import sys
 from importlib.abc import MetaPathFinder
 
+DECLARED = "_declared_operators"  # in sys.modules, once they are
 OPERATORS = ("nms", "qnms")
 ARGUMENTS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
@@ -26,12 +27,12 @@ class DeclareOperators(MetaPathFinder):
         import torch
 
         is_built_for_cuda = "+" not in importlib.metadata.version("torchvision")
-        if torch.version.cuda or not is_built_for_cuda:
+        if torch.version.cuda or not is_built_for_cuda or DECLARED in sys.modules:
             return
         self.library = torch.library.Library("torchvision", "DEF")
         for name in OPERATORS:
             self.library.define(name + ARGUMENTS)
-        sys.modules["_declared_operators"] = self  # else they end with it
+        sys.modules[DECLARED] = self  # else they end with it
 
 
 sys.meta_path.insert(0, DeclareOperators())
