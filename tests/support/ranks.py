@@ -111,7 +111,8 @@ class Job:
             words = [mpirun(), "-n", str(self.size), sys.executable, "-m", "tests.support.ranks"]
             # The ranks of several jobs share the cores.
             free = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMP_WAIT_POLICY": "passive"}
-            self.launch = Launch([*words, str(listener.address)], free | WIDE)
+            # Not in the folder of the test that comes first, which is removed after it.
+            self.launch = Launch([*words, str(listener.address)], free | WIDE, ROOT)
             listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
             arrived, until = [], time.monotonic() + START
             while len(arrived) < self.size:
