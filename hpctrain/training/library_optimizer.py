@@ -31,8 +31,8 @@ from hpctrain.training.optimizer_state import PREFIX, collect_state, restore_sta
 
 TIMM_MOMENTUM = 0.9  # of timm's create_optimizer_v2, for optimizers that have one
 #: Entries of a group that are settings of hpctrain's own, or change nothing of what is computed.
-UNSHOWN = {"params", "lr", "lr_scale", "weight_decay", "foreach", "maximize", "capturable"}
-UNSHOWN |= {"differentiable", "fused"}
+UNSHOWN = {"params", "lr", "lr_scale", "weight_decay", "foreach", "capturable", "differentiable"}
+UNSHOWN |= {"fused", "max_lr_snapshot"}  # the largest rate so far, which timm keeps in groups
 
 
 class LibraryUpdate:
@@ -41,9 +41,9 @@ class LibraryUpdate:
     def __init__(self, make: Maker, rate: float, message: Message) -> None:
         """Make the optimizer with a learning rate. Raises UsageError."""
         self.make = make
-        self.members = view_members(message)
-        self.optimizer = make(self.members, rate)
-        self._names = names_of(self.members)
+        self.parameters = view_parameters(message)
+        self.optimizer = make(self.parameters, rate)
+        self._names = names_of(self.parameters)
         self._step = guarded_step(self.make.flag, self.optimizer)
 
     def set_rate(self, rate: float) -> None:
@@ -69,7 +69,7 @@ class LibraryUpdate:
         return saved.keys()
 
 
-class Member(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter as an optimizer sees it."""
 
     name: str
@@ -83,17 +83,17 @@ class Maker(NamedTuple):
     flag: str  # with which errors begin: "--optimizer timm:lamb"
     make: Callable[..., Any]  # of groups of parameters, and `lr`
 
-    def __call__(self, members: Sequence[Member], rate: float) -> Optimizer:
-        """Return an optimizer with a learning rate. Members of a group are next to each other.
+    def __call__(self, parameters: Sequence[NamedParameter], rate: float) -> Optimizer:
+        """Return an optimizer with a learning rate; `parameters` are in the order of their groups.
 
         Raises UsageError if it is none, or needs what a step does not give.
         """
         param_groups = []
-        for group, some in groupby(members, key=lambda member: member.group):
-            parameters = [member.parameter for member in some]
-            entries = {"params": parameters, "lr": rate * group.lr_scale, **group._asdict()}
+        for group, some in groupby(parameters, key=lambda named: named.group):
+            of_group = [named.parameter for named in some]
+            entries = {"params": of_group, "lr": rate * group.lr_scale, **group._asdict()}
             param_groups.append(entries)
-        expected = [(group["lr_scale"], [*group["params"]]) for group in param_groups]
+        expected = [identify_group(group) for group in param_groups]
         with without_compiler():
             optimizer = self.make(param_groups, lr=rate)
         if not isinstance(optimizer, Optimizer):
@@ -101,7 +101,7 @@ class Maker(NamedTuple):
             raise UsageError(f"{self.flag}: must return a torch.optim.Optimizer, not {kind}")
         if reason := find_unsuitable(optimizer):
             raise UsageError(f"{self.flag}: {reason}")
-        if not is_same(groups_of(optimizer), expected):
+        if groups_of(optimizer) != expected:
             raise UsageError(
                 f"{self.flag}: must keep the groups of parameters that it is given, with their"
                 " entries"
@@ -109,17 +109,14 @@ class Maker(NamedTuple):
         return optimizer
 
 
-def groups_of(optimizer: Optimizer) -> list[tuple[Any, list]]:
-    """Return the factor of the learning rate, and the parameters, of each group."""
-    return [(group.get("lr_scale"), [*group["params"]]) for group in optimizer.param_groups]
+def groups_of(optimizer: Optimizer) -> list[tuple[Any, list[int]]]:
+    """Return `identify_group` of each group of parameters."""
+    return [identify_group(group) for group in optimizer.param_groups]
 
 
-def is_same(held: Sequence[tuple[Any, list]], expected: Sequence[tuple[Any, list]]) -> bool:
-    """Whether groups have the same factors of the learning rate, and the same parameters."""
-    if [scale for scale, _ in held] != [scale for scale, _ in expected]:
-        return False
-    ids = [[id(parameter) for parameter in parameters] for _, parameters in held]
-    return ids == [[id(parameter) for parameter in parameters] for _, parameters in expected]
+def identify_group(group: Mapping[str, Any]) -> tuple[Any, list[int]]:
+    """Return the factor of the learning rate of a group, and the identities of its parameters."""
+    return group.get("lr_scale"), [id(parameter) for parameter in group["params"]]
 
 
 def find_unsuitable(optimizer: Optimizer) -> str:
@@ -182,16 +179,16 @@ def with_usual_momentum(part: Part) -> Part:
     return part._replace(kwargs={**part.kwargs, "momentum": TIMM_MOMENTUM})
 
 
-def view_members(message: Message) -> list[Member]:
+def view_parameters(message: Message) -> list[NamedParameter]:
     """Return the parameters of a message as views of its weights and gradients."""
-    members = []
+    parameters = []
     for group, span in message.layout.groups:
         for segment in message.layout.segments:
             if span.start <= segment.offset < span.stop:
                 parameter = nn.Parameter(segment.of(message.weights.data))
                 parameter.grad = segment.of(message.gradients)
-                members.append(Member(segment.name, group, parameter))
-    return members
+                parameters.append(NamedParameter(segment.name, group, parameter))
+    return parameters
 
 
 def guarded_step(flag: str, optimizer: Optimizer) -> Callable[[], Any]:
@@ -215,6 +212,6 @@ def describe_arguments(optimizer: Optimizer) -> str:
     )
 
 
-def names_of(members: Sequence[Member]) -> dict[Tensor, str]:
+def names_of(parameters: Sequence[NamedParameter]) -> dict[Tensor, str]:
     """Return the names of parameters, for `collect_state`."""
-    return {member.parameter: member.name for member in members}
+    return {named.parameter: named.name for named in parameters}

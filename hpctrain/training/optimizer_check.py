@@ -22,10 +22,9 @@ from hpctrain.text import listed
 from hpctrain.training.checksum import tensor_checksum
 from hpctrain.training.library_optimizer import (
     Maker,
-    Member,
+    NamedParameter,
     groups_of,
     guarded_step,
-    is_same,
     names_of,
 )
 from hpctrain.training.optimizer import set_rates
@@ -41,16 +40,16 @@ SIZE = 0.01  # standard deviation of the drawn gradients
 class Trial:
     """An optimizer on copies of parameters."""
 
-    def __init__(self, make: Maker, originals: Sequence[Member], rate: float) -> None:
+    def __init__(self, make: Maker, originals: Sequence[NamedParameter], rate: float) -> None:
         self.make = make
         self.rate = rate
-        self.members = []
+        self.parameters = []
         for name, group, original in originals:
             parameter = nn.Parameter(original.detach().clone())
             parameter.grad = torch.zeros_like(parameter)
-            self.members.append(Member(name, group, parameter))
-        self.optimizer = make(self.members, rate)
-        self.names = names_of(self.members)
+            self.parameters.append(NamedParameter(name, group, parameter))
+        self.optimizer = make(self.parameters, rate)
+        self.names = names_of(self.parameters)
         self._groups = groups_of(self.optimizer)
         self._step = guarded_step(make.flag, self.optimizer)
 
@@ -60,7 +59,7 @@ class Trial:
             group["weight_decay"] = group["weight_decay"] * decay
         for step in steps:
             generator = torch.Generator().manual_seed(step)
-            for _, _, parameter in self.members:
+            for _, _, parameter in self.parameters:
                 drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
                 assert parameter.grad is not None
                 parameter.grad.copy_(drawn.normal_(std=SIZE, generator=generator))
@@ -69,11 +68,11 @@ class Trial:
 
     def _call(self) -> None:
         """Make a step. Raises UsageError if parameters are no longer where they were."""
-        before = [(p.data_ptr(), p.grad) for _, _, p in self.members]
+        before = [(p.data_ptr(), p.grad) for _, _, p in self.parameters]
         self._step()
-        if not is_same(groups_of(self.optimizer), self._groups):
+        if groups_of(self.optimizer) != self._groups:
             raise UsageError(f"{self.make.flag}: its step changes the groups of parameters")
-        for (name, _, parameter), (place, gradient) in zip(self.members, before, strict=True):
+        for (name, _, parameter), (place, gradient) in zip(self.parameters, before, strict=True):
             if parameter.data_ptr() != place or parameter.grad is not gradient:
                 raise UsageError(
                     f"{self.make.flag}: its step replaces the tensor of {name} or its gradient:"
@@ -82,7 +81,7 @@ class Trial:
 
     def weights(self) -> dict[str, int]:
         """Return the checksum of each parameter by name."""
-        return {name: int(tensor_checksum(parameter)) for name, _, parameter in self.members}
+        return {name: int(tensor_checksum(parameter)) for name, _, parameter in self.parameters}
 
     def checksums(self) -> dict[str, int]:
         """Return the checksums of parameters and state by name."""
@@ -97,7 +96,7 @@ class Trial:
             raise UsageError(f"{self.make.flag}: {error}") from None
         storages = {
             tensor.untyped_storage().data_ptr(): name
-            for name, _, parameter in self.members
+            for name, _, parameter in self.parameters
             for tensor in (parameter, parameter.grad)
             if tensor is not None and tensor.numel()
         }
@@ -125,7 +124,7 @@ class Trial:
             name: tensor.cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in self.state().items()
         }
-        other = Trial(self.make, self.members, self.rate)
+        other = Trial(self.make, self.parameters, self.rate)
         try:
             restore_state(other.optimizer, other.names, files)
         except ValueError as error:
@@ -133,15 +132,15 @@ class Trial:
         return other
 
 
-def check_optimizer(make: Maker, members: Sequence[Member], rate: float) -> None:
+def check_optimizer(make: Maker, parameters: Sequence[NamedParameter], rate: float) -> None:
     """Test that an optimizer of these parameters can be resumed, and has the settings' effects.
 
     Weights and random generators stay as they are. Raises UsageError.
     """
     failure = None
-    with watch_generators(members[0].parameter.device) as changed:
+    with watch_generators(parameters[0].parameter.device) as changed:
         try:
-            check_trials(make, choose_members(members), rate)
+            check_trials(make, choose_parameters(parameters), rate)
         except UsageError as error:  # may follow from random numbers
             failure = error
     if changed:
@@ -153,7 +152,7 @@ def check_optimizer(make: Maker, members: Sequence[Member], rate: float) -> None
         raise failure
 
 
-def check_trials(make: Maker, chosen: Sequence[Member], rate: float) -> None:
+def check_trials(make: Maker, chosen: Sequence[NamedParameter], rate: float) -> None:
     """Compare an optimizer that makes all steps with others, as the module describes."""
     whole = Trial(make, chosen, rate)
     if whole.weights() != {name: int(tensor_checksum(p)) for name, _, p in chosen}:
@@ -172,7 +171,7 @@ def check_trials(make: Maker, chosen: Sequence[Member], rate: float) -> None:
 
 
 def check_effects(
-    make: Maker, chosen: Sequence[Member], rate: float, expected: dict[str, int]
+    make: Maker, chosen: Sequence[NamedParameter], rate: float, expected: dict[str, int]
 ) -> None:
     """Test that other learning rates and weight decays of groups give other weights."""
     trial = Trial(make, chosen, rate)
@@ -202,19 +201,19 @@ def compare(flag: str, when: str, first: Trial, second: Trial) -> None:
         )
 
 
-def choose_members(members: Sequence[Member]) -> list[Member]:
+def choose_parameters(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
     """Return the smallest parameter of each kind, by which rules may treat them differently.
 
     A second one of at most `SECOND` values is chosen, too: state may be shared by those of a kind.
     """
     smallest: dict[tuple[object, ...], list[str]] = {}
-    for member in sorted(members, key=lambda member: member.parameter.numel()):
-        parameter = member.parameter
+    for named in sorted(parameters, key=lambda named: named.parameter.numel()):
+        parameter = named.parameter
         rows = parameter.shape[0] if parameter.ndim else 1
         is_tall = rows**2 > parameter.numel()
-        kind = (member.group, parameter.ndim, parameter.is_contiguous(), is_tall)
+        kind = (named.group, parameter.ndim, parameter.is_contiguous(), is_tall)
         chosen = smallest.setdefault(kind, [])
         if not chosen or (len(chosen) == 1 and parameter.numel() <= SECOND):
-            chosen.append(member.name)
+            chosen.append(named.name)
     names = {name for chosen in smallest.values() for name in chosen}
-    return [member for member in members if member.name in names]
+    return [named for named in parameters if named.name in names]

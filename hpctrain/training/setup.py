@@ -130,7 +130,7 @@ def check_update(update: FusedUpdate | LibraryUpdate, plan: Plan) -> str:
     """Test an optimizer that is not fused (rank 0), and return a note on its arguments, or ""."""
     if isinstance(update, FusedUpdate):
         return ""
-    check_optimizer(update.make, update.members, plan.learning_rate)
+    check_optimizer(update.make, update.parameters, plan.learning_rate)
     return f"{plan.optimizer}: {describe_arguments(update.optimizer)}"
 
 

@@ -130,7 +130,7 @@ def judge(name: str) -> Verdict:
 def compare(name: str, dtype: torch.dtype) -> None:
     """Compare 40 steps with those that a file interrupts. Raises UsageError if they differ."""
     whole = Training(name, dtype)
-    check_optimizer(whole.update.make, whole.update.members, RATE)
+    check_optimizer(whole.update.make, whole.update.parameters, RATE)
     whole.run(range(STEPS))
     first = Training(name, dtype)
     first.run(range(SAVED))

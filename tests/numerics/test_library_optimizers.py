@@ -12,7 +12,11 @@ from torch import nn
 from hpctrain.errors import OwnCodeError, UsageError
 from hpctrain.models import as_bytes
 from hpctrain.parallel.message import Group, Message
-from hpctrain.training.library_optimizer import LibraryUpdate, import_optimizer
+from hpctrain.training.library_optimizer import (
+    LibraryUpdate,
+    describe_arguments,
+    import_optimizer,
+)
 from hpctrain.training.optimizer_check import check_optimizer
 from tests.support import own_optimizers
 
@@ -170,14 +174,14 @@ def test_an_optimizer_that_cannot_be_resumed_is_refused(name):
         (UsageError, OwnCodeError), match=f"^--optimizer {OWN}:{name}.? {REFUSED[name]}"
     ):
         update, _ = make_update(f"{OWN}:{name}")
-        check_optimizer(update.make, update.members, RATE)
+        check_optimizer(update.make, update.parameters, RATE)
 
 
 def test_the_check_changes_neither_weights_nor_generators():
     update, message = make_update(f"{OWN}:sgd_with_a_twist")
     weights = message.weights.data.clone()
     states = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
-    check_optimizer(update.make, update.members, RATE)
+    check_optimizer(update.make, update.parameters, RATE)
     assert torch.equal(message.weights.data, weights)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.random.get_state()[1].tolist() == states[1]
@@ -207,3 +211,17 @@ def test_momentum_of_timm(name):
 def test_own_optimizers_are_those_that_are_refused():
     classes = {name for name, kind in vars(own_optimizers).items() if getattr(kind, "step", None)}
     assert classes - {"SGD", "Adam", "Muon", "Optimizer", "Twist", "FailsLater"} <= REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "described"),
+    [
+        ("torch:SGD(momentum=0.9,maximize=True)", "momentum=0.9, dampening=0, maximize=True"),
+        ("torch:NAdam", "betas=(0.9, 0.999), eps=1e-08, momentum_decay=0.004"),
+        ("timm:lion", "betas=(0.9, 0.99)"),
+    ],
+)
+def test_the_arguments_of_an_optimizer_are_told_without_its_state(text, described):
+    update, message = make_update(text)
+    run(update, message, range(1))
+    assert describe_arguments(update.optimizer) == described
