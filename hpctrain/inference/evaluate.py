@@ -45,6 +45,7 @@ from hpctrain.report.outputs import check_not_read, check_picture, output_name
 from hpctrain.report.record import value_in, without_nonfinite
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.forward import network_output
+from hpctrain.tasks.functions import check_names
 from hpctrain.tasks.measures import Measures, load_measures
 from hpctrain.tasks.tally import Tally, find_tally
 from hpctrain.tasks.task import Caption, Task
@@ -168,12 +169,17 @@ def evaluate(
         tally.merge(parts, comm)
     means: dict[str, float | None] = {}
     metrics: dict[str, float | None] = {}
+    names: list[str] = []
     for tally in tallies:
-        figures = metrics if tally.is_metric else means
-        if twice := figures.keys() & tally.figures().keys():
-            text = f"--metric: more than one figure is named {listed(sorted(twice))}"
-            raise agreed(UsageError(f"{text}: give one of them another name"))
-        figures.update(tally.figures())
+        if not tally.is_metric:
+            means |= tally.figures()
+            continue
+        metrics |= tally.figures()
+        names += tally.figures()
+    try:
+        check_names(names)
+    except UsageError as error:
+        raise agreed(error) from None
     return Evaluation(
         rows=len(split),
         means=means,

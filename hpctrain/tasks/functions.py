@@ -7,7 +7,8 @@ this before the first step; those of --augment are tested by `data/transform_che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from hpctrain.config.functions import Imported, import_function
 from hpctrain.errors import UsageError
 from hpctrain.numerics import seed_torch
 from hpctrain.tasks.facts import all_figures
+from hpctrain.text import listed
 
 RESERVED = {"", "rows", *all_figures()}  # names that no figure of the user's own has
 # Tolerances of a sample's value in a part of a batch, for which kernels round otherwise
@@ -77,6 +79,15 @@ def compute_metric(function: Imported, outputs: Tensor, targets: Tensor) -> dict
     if not figures:
         raise UsageError(f"{function.setting} gave no figure")
     return figures
+
+
+def check_names(figures: Iterable[str]) -> None:
+    """Raise UsageError if figures of --metric have equal names, or one that is hpctrain's."""
+    times = Counter(figures)
+    taken = [name for name in times if times[name] > 1 or name in RESERVED]
+    if taken:
+        text = f"more than one figure is named {listed(taken)}"
+        raise UsageError(f"--metric: {text}: give one of them another name")
 
 
 def _per_sample(result: Any, n: int, source: str) -> Tensor:

@@ -16,7 +16,6 @@ import inspect
 import math
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from hpctrain.config.parts import Part, build_part, load_class, taken_by
 from hpctrain.errors import MOST_SHOWN, UsageError, brief_error, one_line
 from hpctrain.numerics import watch_generators
-from hpctrain.tasks.functions import RESERVED
+from hpctrain.tasks.functions import check_names
 from hpctrain.tasks.metric_inputs import (
     FAMILIES,
     IGNORED,
@@ -511,14 +510,6 @@ def make_metrics(
     return tuple(metrics)
 
 
-def check_names(figures: Sequence[str]) -> None:
-    """Raise UsageError if figures of --metric have equal names, or one that is hpctrain's."""
-    times = Counter(figures)
-    taken = [name for name in times if times[name] > 1 or name in RESERVED]
-    if taken:
-        raise UsageError(f"--metric: more than one figure is named {listed(taken)}")
-
-
 def build_metrics(part: Part, filled: Mapping[str, Any], times: int) -> list[Any]:
     """Return the metric, so many `times`. Raises UsageError."""
     metrics = []
@@ -546,6 +537,6 @@ def describe_metric(part: Part, filled: Mapping[str, Any]) -> str:
     bound = inspect.signature(load_class(part)).bind(*part.args, **part.kwargs, **filled)
     bound.apply_defaults()
     shown = {**bound.arguments}
-    for name in ("kwargs", "validate_args", "multidim_average"):
+    for name in ("kwargs", "validate_args", "multidim_average", "num_outputs"):
         shown.pop(name, None)
     return f"{part.name}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"

@@ -6,13 +6,14 @@ pixels, are averaged; unknown entries have no part in value and gradient.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.parts import Part, accepted_names, build_part, taken_by
+from hpctrain.config.parts import Part, accepted_names, build_part, load_class, taken_by
 from hpctrain.errors import UsageError, brief_error
 from hpctrain.tasks.facts import KINDS
 from hpctrain.text import listed
@@ -75,6 +76,7 @@ def make_loss(part: Part, kind: str, names: Sequence[str], like: Tensor) -> Libr
         others = [name for name in accepted_names("loss", part.library) if kind in TARGETS[name]]
         text = f"is not for {KINDS.get(kind, 'images')}: there are {', '.join(others)}"
         raise UsageError(f"{part.flag} {text}")
+    part = with_names(part)
     weights = {
         name: like.new_tensor(numbers_of(part, name, names))
         for name in WEIGHTS
@@ -83,6 +85,15 @@ def make_loss(part: Part, kind: str, names: Sequence[str], like: Tensor) -> Libr
     filled = taken_by(part, FILLED)
     module = build_part(part._replace(kwargs={**part.kwargs, **weights}), **filled)
     return LibraryLoss(part.flag, module.to(like.device))
+
+
+def with_names(part: Part) -> Part:
+    """Return a part whose arguments all have names; unchanged if the class does not take them."""
+    try:
+        bound = inspect.signature(load_class(part)).bind_partial(*part.args, **part.kwargs)
+    except TypeError:  # which `build_part` explains
+        return part
+    return part._replace(args=(), kwargs=bound.arguments)
 
 
 def numbers_of(part: Part, name: str, names: Sequence[str]) -> list[float]:

@@ -32,6 +32,7 @@ from hpctrain.tasks.facts import FACTS, KINDS, TaskFacts, best_by, task_that_lea
 from hpctrain.tasks.forward import network_output
 from hpctrain.tasks.functions import (
     Loss,
+    check_names,
     check_values,
     compute_losses,
     compute_metric,
@@ -165,7 +166,15 @@ class Task(ABC):
         other values, cannot go on: it returns those of `begun` that are not measured again.
         Raises UsageError for targets that cannot be learned.
         """
-        return {"class_weights": ()}
+        return {"class_weights": cls.find_weights(settings, train)}
+
+    @classmethod
+    def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
+        """Return the weights of classes in the loss, that --class-weights asks for, () = none.
+
+        Raises UsageError as `measure`.
+        """
+        return ()
 
     @classmethod
     def measured_note(cls, settings: Mapping[str, Any], measured: Measured) -> str:
@@ -401,8 +410,11 @@ class Task(ABC):
             outputs = network_output(model, inputs, self.precision)
             if not outputs.isfinite().all():
                 return  # a first step will report it
+            figures = [name for metric in self.library_metrics for name in metric.figures]
             for metric in self.metrics:
                 check_values(metric, compute_metric, *self.in_units(outputs, targets))
+                figures += compute_metric(metric, *self.in_units(outputs, targets))
+            check_names(figures)
             self.check_library_metrics(outputs, targets)
             if self.loss:
                 targets = self.own_targets(targets)
