@@ -329,6 +329,11 @@ class Config(OnRanks):
                 f"--targets names values, and --task {self.task} learns none: give --task"
                 f" {task_that_learns('values')}, or for classes {task_that_learns('classes')}"
             )
+        if self.task == "multilabel" and self.given("--class-weights") and self.loss:
+            raise UsageError(
+                f"{self.given('--class-weights')} is for the built-in loss of --task multilabel:"
+                " weigh classes in --loss"
+            )
         name, lr = optimizer_and_rate(self.optimizer, self.lr, self.task)
         if name not in DEFAULT_LEARNING_RATES and self.momentum != Config.momentum:
             raise UsageError(

@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpctrain.data.split import Split
-from hpctrain.errors import UsageError
-from hpctrain.plan import Measured
 from hpctrain.report.results import answer_columns
+from hpctrain.tasks.class_weights import check_present, given_weights
 from hpctrain.tasks.confusion import Confusion
 from hpctrain.tasks.mistakes import Answer, Mistakes, answers_of
 from hpctrain.tasks.scores import OneVersusRest
 from hpctrain.tasks.tally import Block, Tally, find_tally, two_sums
 from hpctrain.tasks.task import Caption, Task
-from hpctrain.text import brief, listed
 
 UNRECORDED = ("top5_accuracy", "auroc", "auroc_binned", "f1_macro")
 
@@ -53,10 +51,6 @@ class Classify(Task):
         )
 
     @classmethod
-    def measure(cls, settings: Mapping[str, Any], train: Split, begun: Measured | None) -> Measured:
-        return {"class_weights": cls.find_weights(settings, train)}
-
-    @classmethod
     def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
         """Return the weight of each class that --class-weights asks for.
 
@@ -64,23 +58,12 @@ class Classify(Task):
         class c of K.
         """
         weights = settings["class_weights"]
-        if weights is None:
-            return ()
         classes = train.pack.classes
-        setting = f"--class-weights {brief(weights)}"
-        if not weights:  # balanced
-            counts = train.count_classes()
-            if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-                raise UsageError(
-                    f"{setting}: no training image is of class {listed(empty, 3)}; give a number"
-                    " for each class"
-                )
-            return tuple((counts.sum() / (len(classes) * counts)).tolist())
-        if len(weights) != len(classes):
-            raise UsageError(
-                f"{setting}: {len(weights)} weights for {len(classes)} classes, {listed(classes)}"
-            )
-        return tuple(weights)
+        if weights != ():
+            return given_weights(weights, classes)
+        counts = train.count_classes()
+        check_present(classes, counts)
+        return tuple((counts.sum() / (len(classes) * counts)).tolist())
 
     @property
     def is_weighted(self) -> bool:

@@ -17,6 +17,7 @@ from hpctrain.data.targets import UNKNOWN
 from hpctrain.errors import UsageError
 from hpctrain.plan import Measured
 from hpctrain.report.results import answer_columns
+from hpctrain.tasks.class_weights import check_present, given_weights
 from hpctrain.tasks.entries import EntriesTask
 from hpctrain.tasks.mistakes import WrongEntries
 from hpctrain.tasks.scores import Scores, logit, sigmoid
@@ -58,10 +59,6 @@ class Multilabel(EntriesTask):
         )
 
     @classmethod
-    def measure(cls, settings: Mapping[str, Any], train: Split, begun: Measured | None) -> Measured:
-        return {"class_weights": cls.find_weights(settings, train)}
-
-    @classmethod
     def find_weights(cls, settings: Mapping[str, Any], train: Split) -> tuple[float, ...]:
         """Return the weight of each class where it is present, which --class-weights asks for.
 
@@ -74,28 +71,15 @@ class Multilabel(EntriesTask):
         absent, present = count_entries(train)
         images = counted(len(train), "training image")
         train.pack.targets.check_known(train.pack.path, absent + present, images)
-        if weights is None:
-            return ()
-        setting = f"--class-weights {brief(weights)}"
-        if settings["loss"]:
-            raise UsageError(f"{setting} is for the built-in loss: weigh classes in --loss")
-        if not weights:  # balanced
-            if empty := [names[k] for k in np.flatnonzero(present == 0)]:
-                raise UsageError(
-                    f"{setting}: no training image is of class {listed(empty, 3)}; give a number"
-                    " for each class"
-                )
-            if full := [names[k] for k in np.flatnonzero(absent == 0)]:
-                raise UsageError(
-                    f"{setting}: no training image is without class {listed(full, 3)}, whose weight"
-                    " would be 0; give a number for each class, or leave it out"
-                )
-            return tuple(np.minimum(absent / present, MOST_WEIGHT).tolist())
-        if len(weights) != len(names):
+        if weights != ():
+            return given_weights(weights, names)
+        check_present(names, present)
+        if full := [names[k] for k in np.flatnonzero(absent == 0)]:
             raise UsageError(
-                f"{setting}: {len(weights)} weights for {len(names)} classes, {listed(names)}"
+                f"--class-weights balanced: no training image is without class {listed(full, 3)},"
+                " whose weight would be 0; give a number for each class, or leave it out"
             )
-        return tuple(weights)
+        return tuple(np.minimum(absent / present, MOST_WEIGHT).tolist())
 
     @classmethod
     def measured_note(cls, settings: Mapping[str, Any], measured: Measured) -> str:

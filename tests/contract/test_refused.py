@@ -94,6 +94,7 @@ SETTINGS = """
 --group patient --images x --labels y | --group patient file
 --loss mine:f --label-smoothing 0.1 | --loss mine:f --label-smoothing
 --balanced-sampling --class-weights balanced
+--task multilabel --class-weights 1,2,3 --loss a:b | --class-weights --loss
 --task denoise --class-weights balanced | --class-weights denoise
 --task denoise --normalize imagenet | --normalize denoise
 --task denoise --label-smoothing 0.1 | --label-smoothing denoise
@@ -335,7 +336,6 @@ TRAINING = """
 --data sizes.h5 --task multilabel | multilabel sizes.h5 regress
 --data alike.h5 --task regress | alike.h5 width deviation 7
 --data labels.h5 --task multilabel --class-weights 1,2 | --class-weights 1,2 3
---data labels.h5 --task multilabel --class-weights 1,2,3 --loss a:b | --class-weights --loss
 --data sizes.h5 --task regress --loss tests.support.own_functions:per_class | '(32, 2)' '(32,)'
 --data sizes.h5 --task regress --loss tests.support.own_functions:squares | squares NaN unknown
 --data good.h5 --shift 28 | --shift 28 27
