@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hpctrain as hp
 from tests.support.api import make_sum
-from tests.support.packs import draw_entries
+from tests.support.packs import write_entries
 from tests.support.short import records
 from tests.support.simulated import on_simulated_ranks
 
@@ -106,12 +105,7 @@ def test_entries_of_targets_are_counted_exactly_and_learned_as_well(comm, short,
     """A fourth of the entries is unknown. The first loss is that of equal weights."""
     path = Path(short["data"]).with_name("entries.h5")
     if comm.rank == 0:
-        images, present, values = draw_entries(np.random.default_rng(0), 140, (12, 12, 1))
-        targets = present if task == "multilabel" else values
-        names = {"classes": ["a", "b", "c"]} if task == "multilabel" else {"columns": ["a", "b"]}
-        splits = {"train": slice(100), "test": slice(100, 140)}
-        packed = {split: (images[rows], targets[rows]) for split, rows in splits.items()}
-        hp.write_pack(path, packed, **names)
+        write_entries(path, task, train=slice(100), test=slice(100, 140))
     comm.Barrier()
     first, tested = {}, {}
     for dtype in ("fp32", "bf16"):

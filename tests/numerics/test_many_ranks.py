@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import hpctrain as hp
 from tests.support.api import train
-from tests.support.packs import draw_entries
+from tests.support.packs import write_entries
 from tests.support.short import records
 
 pytestmark = pytest.mark.slow
@@ -32,15 +31,7 @@ def test_many_ranks_learn_the_same_of_several_classes_and_of_values(comm, short,
     """Of the first 6 images nothing is known; figures of others are gathered on rank 0."""
     path = Path(short["data"]).with_name("entries.h5")
     if comm.rank == 0:
-        images, present, values = draw_entries(np.random.default_rng(0), 140, (12, 12, 1))
-        names = {"classes": ["a", "b", "c"]}
-        targets = present
-        if task == "regress":
-            names = {"columns": ["sum", "share"]}
-            targets = values
-        train_and_others = {"train": slice(100), "validation": slice(94, 140)}
-        splits = {split: (images[rows], targets[rows]) for split, rows in train_and_others.items()}
-        hp.write_pack(path, splits, **names)
+        write_entries(path, task, train=slice(100), validation=slice(94, 140))
     comm.Barrier()
     settings = short | {"data": str(path), "task": task, "clip_norm": 0.5, "batch_size": 24}
     digests = {size: train_on(comm, size, settings) for size in (1, 2, 3, 5, 8)}
