@@ -15,6 +15,7 @@ import enum
 import functools
 import importlib.metadata
 import inspect
+import math
 import re
 import tomllib
 import warnings
@@ -345,10 +346,12 @@ def _literal(node: ast.expr) -> Any:
     import ast
 
     match node:
+        case ast.Constant(value=float() as number) if math.isinf(number):
+            raise ValueError("a number is larger than float64 can hold")
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return node.value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as number):
+            return -_literal(number)
         case ast.Name(id=word) if word.lower() in NO_WORDS:
             raise ValueError(f"write {NO_WORDS[word.lower()]} in place of {word}")
         case ast.Name(id=word):

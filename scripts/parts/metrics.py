@@ -46,15 +46,17 @@ REASONS = {
     r"MultilabelCoverageError": "an unknown entry counts as a class that is present in it",
     r".*Divergence|ContinuousRankedProbabilityScore": "it compares distributions",
 }
+#: Modules of which no metric is accepted, and why
+OTHERS = {"segmentation": "it compares masks", "image": "metrics of images are not accepted"}
 #: Directions that torchmetrics leaves open, by the ends of names
 DIRECTIONS = {"Specificity": "max", "NegativePredictiveValue": "max", "EER": "min"}
 DIRECTION_OF = {True: "max", False: "min", None: ""}
 
 
 def candidates() -> dict[str, Any]:
-    """Return the classes of the modules from which metrics are taken."""
+    """Return the classes of the modules from which metrics are taken, and of `OTHERS`."""
     classes: dict[str, Any] = {}
-    for name in MODULES["metric"][LIBRARY]:
+    for name in (*MODULES["metric"][LIBRARY], f"{LIBRARY}.image"):
         module = importlib.import_module(name)
         classes |= {f"{LIBRARY}:{bare}": getattr(module, bare) for bare in module.__all__}
     return classes
@@ -63,8 +65,10 @@ def candidates() -> dict[str, Any]:
 def judge(name: str) -> Verdict:
     """Judge the class of this name, for all kinds of targets."""
     bare = name.partition(":")[2]
-    if ".segmentation" in candidates()[name].__module__:
-        return Verdict("it compares masks")
+    module = candidates()[name].__module__
+    for kind, why in OTHERS.items():
+        if module.startswith(f"{LIBRARY}.{kind}"):
+            return Verdict(why)
     for pattern, why in REASONS.items():
         if re.fullmatch(pattern, bare):
             return Verdict(why)

@@ -59,6 +59,8 @@ def refusal(setting, text):
         ("(degrees=1, degrees=2)", "degrees is given twice"),
         ("(p=true)", "write True in place of true"),
         ("(p=null)", "write None in place of null"),
+        ("(p=1e999)", "a number is larger than float64 can hold"),
+        ("(-1e999)", "a number is larger than float64 can hold"),
         ("(p=2**9)", "2 ** 9 is no literal"),
         ("(p=__import__('os'))", "__import__('os') is no literal"),
         ("(p=torch.float32)", "torch.float32 is no literal"),
@@ -89,6 +91,7 @@ def test_whatever_is_no_literal_is_refused_in_one_line(arguments, said):
         ("augment", "kornia:Xyz", "there are AutoAugment, "),
         ("augment", "kornia:RandomMixUpV2()", "RandomMixUpV2 is refused: it mixes samples"),
         ("metric", "torchmetrics:MulticlassROC", "MulticlassROC is refused: it gives a curve"),
+        ("metric", "torchmetrics:PeakSignalNoiseRatio()", "metrics of images are not accepted"),
         ("model", "smp:Unett()", "did you mean 'Unet'?"),
     ],
 )
